@@ -1,0 +1,1 @@
+"""The cluster file, placement, and bringing a cluster up and down."""

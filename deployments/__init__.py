@@ -1,0 +1,1 @@
+"""The Serve application: gateway, router and the composition root that places the workers."""

@@ -1,0 +1,1 @@
+"""Experiments and benchmarks: each run is recorded; tables and plots only read runs."""

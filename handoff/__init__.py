@@ -1,0 +1,1 @@
+"""The command line, and nothing else: every sub-command is a thin call into the packages below."""

@@ -1,0 +1,1 @@
+"""What is handed over and how: chunks, transports, errors. Knows nothing of vLLM or of the cluster."""
