@@ -1,0 +1,281 @@
+"""vLLM's KV connector interface, delegating to the two halves of a handover.
+
+vLLM builds this class twice in an engine's process: once beside its scheduler, once beside
+its model runner. The scheduler side decides which tokens come from elsewhere and tells the
+worker side, step by step, what became valid and what was allocated (``StepPlan``); the
+worker side owns the threads that move bytes (``prefill.Sender``, ``decode.Receiver``).
+
+A request's part in a handover (``SendTo`` or ``ReceiveFrom``) rides in its
+``kv_transfer_params``, put there by the worker that accepted the request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from actors.decode import Target
+from actors.link import Link, link_of
+from actors.messages import Handover, ReceiveFrom, SendTo
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+SETTLE_TIMEOUT_S = 30.0
+PARAM = "handover"
+
+
+def params_of(handover: Handover) -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` that carry a handover to the connector."""
+    return {PARAM: handover}
+
+
+def _handover_of(request: Request) -> Handover | None:
+    return (request.kv_transfer_params or {}).get(PARAM)
+
+
+@dataclass
+class StepPlan(KVConnectorMetadata):
+    """What the scheduler side tells the worker side about one engine step."""
+
+    valid: list[tuple[str, list[int], int]] = field(default_factory=list)
+    opened: list[tuple[str, Target]] = field(default_factory=list)
+    preempted: bool = False
+
+
+class SchedulerSide:
+    """Decides what is loaded from elsewhere and follows what has been computed."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._blocks: KVCacheManager | None = None
+        self._sending: dict[str, Request] = {}
+        self._loading: dict[str, tuple[Request, ReceiveFrom]] = {}
+        self._loaded: set[str] = set()
+        self._opened: list[tuple[str, Target]] = []
+
+    def bind(self, blocks: KVCacheManager) -> None:
+        self._blocks = blocks
+
+    def on_new_request(self, request: Request) -> None:
+        handover = _handover_of(request)
+        if isinstance(handover, SendTo):
+            self._sending[request.request_id] = request
+            self._link.sender.open(request.request_id, handover.peer)
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond ``computed`` come from elsewhere, and that they come later."""
+        handover = _handover_of(request)
+        if not isinstance(handover, ReceiveFrom) or request.request_id in self._loaded:
+            return 0, False
+        wanted = handover.prompt_tokens - (0 if handover.first_token else 1)
+        if wanted > computed:
+            return wanted - computed, True
+        if not handover.first_token:
+            return 0, False
+        # All KV is cached here already; only the first token is still to come.
+        if (end := self._link.receiver.ended(request.request_id)) is None:
+            return None, False
+        self._loaded.add(request.request_id)
+        seed_first_token(request, end.first_token)
+        return 0, False
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        handover = _handover_of(request)
+        if external == 0 or not isinstance(handover, ReceiveFrom):
+            return
+        end = handover.prompt_tokens - (0 if handover.first_token else 1)
+        block_ids = blocks.get_block_ids()[0]
+        self._loading[request.request_id] = (request, handover)
+        self._opened.append((request.request_id, Target(block_ids, skip=end - external, end=end)))
+
+    def plan(self, step: SchedulerOutput) -> StepPlan:
+        plan = StepPlan(preempted=bool(step.preempted_req_ids))
+        plan.opened, self._opened = self._opened, []
+        assert self._blocks is not None
+        for request_id, computed in _computed_before(step):
+            self._link.marks.note(request_id, "scheduled")
+            if (request := self._sending.get(request_id)) is None:
+                continue
+            end = min(computed + step.num_scheduled_tokens[request_id], request.num_prompt_tokens)
+            if end < request.num_prompt_tokens:  # whole blocks only, until the last
+                end -= end % self._link.cache.block_size
+            if end:
+                plan.valid.append((request_id, self._blocks.get_block_ids(request_id)[0], end))
+        return plan
+
+    def loaded(self, request_ids: set[str]) -> None:
+        """The worker side has written these requests' KV: put in the token that prefill sampled."""
+        for request_id in request_ids:
+            if (loading := self._loading.pop(request_id, None)) is None:
+                continue
+            self._loaded.add(request_id)
+            request, handover = loading
+            end = self._link.receiver.ended(request_id)
+            if handover.first_token and end is not None and not request.is_finished():
+                seed_first_token(request, end.first_token)
+
+    def finished(self, request: Request) -> bool:
+        """Return whether the blocks must be kept until the worker side reports the request."""
+        request_id = request.request_id
+        self._loaded.discard(request_id)
+        if isinstance(_handover_of(request), ReceiveFrom):
+            self._link.receiver.close(request_id)
+        if self._sending.pop(request_id, None) is None:
+            return False
+        tokens = request.output_token_ids
+        return self._link.sender.finish(request_id, tokens[-1] if len(tokens) else None)
+
+
+class WorkerSide:
+    """Hands a step's plan to the sender and the receiver; reports what they have finished."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def start(self, plan: StepPlan) -> None:
+        """Before the forward pass: blocks may be overwritten from here on."""
+        if plan.preempted:
+            self._link.sender.settle(SETTLE_TIMEOUT_S)
+
+    def load(self, plan: StepPlan) -> None:
+        for request_id, target in plan.opened:
+            self._link.receiver.open(request_id, target)
+        plan.opened = []
+
+    def save(self, plan: StepPlan) -> None:
+        """After the forward pass: what it computed is valid."""
+        for request_id, blocks, end in plan.valid:
+            self._link.marks.note(request_id, "computed", last=True)
+            self._link.sender.valid(request_id, blocks, end)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        sent, received = self._link.sender.take_finished(), self._link.receiver.take_finished()
+        if sent or received:
+            self._link.wake()  # the scheduler acts on them in the next step
+        return sent, received
+
+
+class HandoffConnector(KVConnectorBase_V1):
+    """The adapter that vLLM loads; see the module's docstring."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._link = link_of(self._kv_transfer_config.engine_id)
+        self._scheduler_side = SchedulerSide(self._link) if role == KVConnectorRole.SCHEDULER else None
+        self._worker_side = WorkerSide(self._link) if role == KVConnectorRole.WORKER else None
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self._scheduler_side is not None, "called on the worker side"
+        return self._scheduler_side
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert self._worker_side is not None, "called on the scheduler side"
+        return self._worker_side
+
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    # -- worker side ------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See the base class."""
+        self._link.register_caches(self._vllm_config, kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """See the base class."""
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.start(self._plan())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See the base class."""
+        self._worker.load(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request runs only once all its layers are there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """KV is published per step, not per layer."""
+
+    def wait_for_save(self) -> None:
+        """See the base class; the publisher thread reads the blocks while later steps run."""
+        self._worker.save(self._plan())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """See the base class."""
+        return self._worker.take_finished()
+
+    # -- scheduler side ---------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """See the base class."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager)
+
+    def on_new_request(self, request: Request) -> None:
+        """See the base class."""
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See the base class."""
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """See the base class."""
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """See the base class."""
+        return self._scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See the base class."""
+        self._scheduler.loaded(connector_output.finished_recving or set())
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class."""
+        return self._scheduler.finished(request), None
+
+
+def seed_first_token(request: Request, token: int) -> None:
+    """Replace the placeholder that ends the prompt by the token that prefill sampled.
+
+    Done before the request is first scheduled, so that the engine's first step computes
+    the second token. A block hash that covered the placeholder is computed again.
+    """
+    assert request.prompt_token_ids is not None
+    request.prompt_token_ids[-1] = token
+    request._all_token_ids[-1] = token
+    if request.block_hashes:
+        request.block_hashes.pop()
+        request.update_block_hashes()
+
+
+def _computed_before(step: SchedulerOutput) -> list[tuple[str, int]]:
+    """Return (request, tokens computed before this step) for everything scheduled in it."""
+    cached = step.scheduled_cached_reqs
+    new = [(request.req_id, request.num_computed_tokens) for request in step.scheduled_new_reqs]
+    return new + list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -1,0 +1,158 @@
+"""A vLLM engine core and the thread that steps it.
+
+The engine is built and stepped by one thread, because the CPU backend binds its OpenMP
+threads to whichever thread builds it. The thread sleeps when there is nothing to compute,
+also while requests wait for their KV cache; commands, arriving KV and finished sends wake it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from actors.errors import EngineStartError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+    from vllm.v1.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+IDLE_TICK_S = 1.0
+"""A waiting engine looks around this often even if nothing wakes it."""
+
+
+class Outputs(Protocol):
+    """Where the loop puts what a step produced. Called on the engine thread."""
+
+    def produced(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Outputs of one step, by client."""
+        ...
+
+    def died(self, error: BaseException) -> None:
+        """The engine cannot go on."""
+        ...
+
+
+class EngineLoop:
+    """Steps an engine core in a thread of its own.
+
+    Args:
+        build: makes the engine core; called on the engine thread.
+        outputs: receives what steps produce.
+
+    ``call`` may be used from any thread; the command runs between two steps.
+
+    """
+
+    def __init__(self, build: Callable[[], EngineCore], outputs: Outputs) -> None:
+        self._build, self._outputs = build, outputs
+        self._commands: deque[Callable[[EngineCore], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self.steps = 0
+        self.last_step = time.monotonic()
+        self.started: threading.Event = threading.Event()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; ``started`` is set when the engine is ready or has failed."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Make the loop look for work now."""
+        self._wake.set()
+
+    def call(self, command: Callable[[EngineCore], None]) -> None:
+        """Run a command on the engine thread before the next step."""
+        self._commands.append(command)
+        self._wake.set()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Stop stepping and shut the engine down."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        core = None
+        try:
+            core = self._build()
+            self.started.set()
+            while not self._stopping:
+                self._wake.clear()
+                if not self._step(core):
+                    self._wake.wait(IDLE_TICK_S)
+        except BaseException as error:
+            self.error = error
+            if self.started.is_set():
+                logger.exception("the engine died")
+                self._outputs.died(error)
+            self.started.set()
+        finally:
+            if core is not None:
+                with contextlib.suppress(Exception):
+                    core.shutdown()
+
+    def _step(self, core: EngineCore) -> bool:
+        """Run commands and one engine step; return whether there may be more to do at once."""
+        while self._commands:
+            self._commands.popleft()(core)
+        if not (core.scheduler.has_requests() or core.batch_queue):
+            return False
+        outputs, executed = core.step_fn()
+        core.post_step(executed)
+        self.steps, self.last_step = self.steps + 1, time.monotonic()
+        if outputs:
+            self._outputs.produced(outputs)
+        return executed or bool(core.batch_queue)
+
+
+def build_core(model: str, options: dict[str, Any], engine_id: str) -> EngineCore:
+    """Build a vLLM engine core whose KV connector is ours.
+
+    Args:
+        model: local path or hub id.
+        options: vLLM engine options, passed on unchanged.
+        engine_id: under which the worker registered its ``Link``.
+
+    Raises:
+        EngineStartError: with vLLM's own message, if it refuses the options.
+
+    """
+    from vllm.config import KVTransferConfig
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    transfer = KVTransferConfig(
+        kv_connector="HandoffConnector",
+        kv_connector_module_path="actors.connector",
+        kv_role="kv_both",
+        engine_id=engine_id,
+    )
+    config = engine_config(model, {**options, "kv_transfer_config": transfer})
+    return EngineCore(config, Executor.get_class(config), log_stats=False)
+
+
+def engine_config(model: str, options: dict[str, Any]) -> Any:
+    """Return vLLM's configuration for a model and engine options; see ``build_core``."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    parallel = [int(options.get(key, 1)) for key in ("tensor_parallel_size", "pipeline_parallel_size")]
+    defaults: dict[str, Any] = {"distributed_executor_backend": "uni"} if parallel == [1, 1] else {}
+    try:
+        return EngineArgs(model=model, **{**defaults, **options}).create_engine_config()
+    except (TypeError, ValueError) as error:
+        raise EngineStartError(f"vLLM refused the engine options {options}: {error}") from error
+
+
+def add_request(core: EngineCore, request: EngineCoreRequest) -> None:
+    """Give a request to the engine core, as vLLM's own in-process client does."""
+    prepared, wave = core.preprocess_add_request(request)
+    core.add_request(prepared, wave)

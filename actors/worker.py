@@ -1,0 +1,284 @@
+"""A worker: one vLLM engine in one Ray actor. Token ids in, token ids out.
+
+A plain class; ``deployments/place.py`` wraps it with ``ray.remote``. Its methods run on the
+actor's event loop and only pass things on to the engine thread, so that aborts, deliveries
+and health checks are answered while the engine computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.engine import EngineLoop, add_request, build_core
+from actors.errors import EngineStartError, WorkerError
+from actors.fingerprint import model_files
+from actors.link import Link, register
+from actors.messages import (
+    Delivery,
+    Handover,
+    ModelFiles,
+    OutputBatch,
+    ReceiveFrom,
+    WorkerInfo,
+    WorkerSpec,
+    WorkerStats,
+)
+from actors.peers import Peers
+from kv.chunk import KVLayout
+from kv.plasma import PlasmaTransport
+from kv.transport import Transport
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
+
+logger = logging.getLogger(__name__)
+
+SWEEP_S = 0.25
+
+
+class Worker:
+    """Hosts an engine; prefills for others, decodes from others, or does both for itself.
+
+    Args:
+        spec: model, engine options, role.
+
+    Construction returns at once; ``start`` waits for the engine.
+
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        os.environ.update(ENGINE_ENV)
+        self._spec = spec
+        self._node = os.environ.get("HANDOFF_NODE_NAME", os.uname().nodename)
+        self._queues: dict[int, asyncio.Queue[OutputBatch | WorkerError]] = {}
+        self._clients: dict[str, int] = {}
+        self._peers = Peers()
+        self._files: ModelFiles | None = None
+        self._link: Link | None = None
+        self._info: WorkerInfo | None = None
+        self._loop = asyncio.new_event_loop()  # replaced by the actor's own in start()
+        self._engine = EngineLoop(self._build, self)
+        self._sweeper: asyncio.Task[None] | None = None
+
+    # -- life ---------------------------------------------------------------------------------
+
+    async def start(self) -> WorkerInfo:
+        """Build the engine (once) and return what the gateway must know about this worker.
+
+        Raises:
+            EngineStartError: the engine could not be built; carries vLLM's own message.
+
+        """
+        if self._info is not None:
+            return self._info
+        self._loop = asyncio.get_running_loop()
+        self._engine.start()
+        await asyncio.to_thread(self._engine.started.wait)
+        if self._engine.error is not None:
+            raise EngineStartError(f"worker {self._spec.name} on node {self._node}: {self._engine.error}")
+        self._sweeper = asyncio.create_task(self._sweep())
+        assert self._info is not None
+        return self._info
+
+    async def connect(self, peers: list[tuple[str, KVLayout]]) -> None:
+        """Look the peers up and check that KV caches can be exchanged with them.
+
+        Raises:
+            LayoutMismatch: naming the first field that differs, with both values.
+
+        """
+        for name, layout in peers:
+            self._link_now().layout.require_equal(layout)
+            await asyncio.to_thread(self._peers.handle, name)
+
+    async def check(self) -> None:
+        """Raise if the engine is not able to serve."""
+        if self._engine.error is not None:
+            raise WorkerError(f"worker {self._spec.name}: the engine died: {self._engine.error!r}")
+
+    async def clock(self) -> float:
+        """Return this process's monotonic clock, for gateways on other machines."""
+        return time.monotonic()
+
+    async def stats(self) -> WorkerStats:
+        """Return counters and gauges of this worker."""
+        link = self._link_now()
+        chunks, nbytes = link.transport.live()
+        return WorkerStats(
+            requests=len(self._clients),
+            sending=len(link.sender.open_requests()),
+            receiving=link.receiver.waiting(),
+            live_chunks=chunks,
+            live_bytes=nbytes,
+            steps=self._engine.steps,
+        )
+
+    async def stop(self) -> None:
+        """Stop the engine and release everything that was published."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await asyncio.to_thread(self._engine.stop)
+        if self._link is not None:
+            self._link.close()
+
+    # -- requests -----------------------------------------------------------------------------
+
+    async def submit(self, frame: tuple[bytes, ...], handover: Handover | None) -> None:
+        """Accept a request: a msgpack frame of vLLM's ``EngineCoreRequest``, and its part in a handover."""
+        from actors.connector import params_of
+        from actors.frames import decode_request
+
+        request = decode_request(frame)
+        request_id, link = request.request_id, self._link_now()
+        self._clients[request_id] = request.client_index
+        link.marks.open(request_id)
+        link.marks.note(request_id, "accepted")
+        if handover is not None:
+            request.sampling_params.extra_args = {
+                **(request.sampling_params.extra_args or {}),
+                "kv_transfer_params": params_of(handover),
+            }
+        if isinstance(handover, ReceiveFrom):
+            link.receiver.expect(request_id, handover.timeout_s)
+        self._engine.call(lambda core: add_request(core, request))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Forget requests and free their blocks. Unknown ids are ignored."""
+        for request_id in request_ids:
+            self._forget(request_id)
+        self._engine.call(lambda core: core.abort_requests(request_ids))
+        if self._link is not None:
+            for request_id in request_ids:
+                self._engine.call(lambda core, rid=request_id: self._link_now().receiver.close(rid))
+
+    async def outputs(self, client: int) -> AsyncIterator[OutputBatch]:
+        """Stream everything this worker has for one gateway, until the gateway goes away.
+
+        When the stream is closed, the gateway's requests are aborted.
+        """
+        queue: asyncio.Queue[OutputBatch | WorkerError] = asyncio.Queue()
+        self._queues[client] = queue
+        try:
+            while True:
+                item = await queue.get()
+                if isinstance(item, WorkerError):
+                    raise item
+                yield item
+        finally:
+            self._queues.pop(client, None)
+            if left := [rid for rid, owner in self._clients.items() if owner == client]:
+                await self.abort(left)
+
+    async def deliver(self, delivery: Delivery) -> None:
+        """Take a part of a handover from another worker."""
+        self._link_now().receiver.deliver(delivery)
+
+    # -- engine thread ------------------------------------------------------------------------
+
+    def produced(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """See ``engine.Outputs``."""
+        from actors.frames import encode_outputs
+
+        link = self._link_now()
+        for client, batch in outputs.items():
+            marks = {}
+            for output in batch.outputs:
+                if taken := link.marks.close(output.request_id):
+                    marks[output.request_id] = (*taken, ("output", time.monotonic()))
+                if output.finished:
+                    self._loop.call_soon_threadsafe(self._forget, output.request_id)
+            if batch.outputs:
+                self._put(client, OutputBatch(encode_outputs(batch), marks=marks))
+
+    def died(self, error: BaseException) -> None:
+        """See ``engine.Outputs``."""
+        failure = WorkerError(f"worker {self._spec.name}: the engine died: {error!r}")
+        self._loop.call_soon_threadsafe(
+            lambda: [queue.put_nowait(failure) for queue in self._queues.values()]
+        )
+
+    def _build(self) -> Any:
+        from vllm.transformers_utils.repo_utils import get_model_path
+
+        path = Path(self._spec.model)
+        path = path if path.is_dir() else Path(get_model_path(self._spec.model))
+        self._files = model_files(path)
+        link = Link(
+            self._files.digest,
+            make_transport(self._spec.transport),
+            self._peers.post,
+            self._engine.wake,
+            self._handover_failed,
+        )
+        engine_id = f"{self._spec.name}-{os.getpid()}"
+        register(engine_id, link)
+        core = build_core(str(path), dict(self._spec.engine), engine_id)
+        self._link = link
+        self._info = WorkerInfo(
+            name=self._spec.name,
+            role=self._spec.role,
+            node=self._node,
+            pid=os.getpid(),
+            model_files=self._files,
+            layout=link.layout,
+            max_model_len=core.vllm_config.model_config.max_model_len,
+            kv_blocks=core.vllm_config.cache_config.num_gpu_blocks or 0,
+            transport=link.transport.name,
+        )
+        return core
+
+    # -- helpers ------------------------------------------------------------------------------
+
+    def _handover_failed(self, request_id: str, reason: str) -> None:
+        """Any thread: end the request here and tell its gateway, which decides what to try next."""
+
+        def give_up() -> None:
+            client = self._clients.get(request_id)
+            self._forget(request_id)
+            if client is not None:
+                self._put(client, OutputBatch((), failures={request_id: reason}))
+
+        self._engine.call(lambda core: core.abort_requests([request_id]))
+        self._engine.call(lambda core: self._link_now().receiver.close(request_id))
+        self._loop.call_soon_threadsafe(give_up)
+
+    def _put(self, client: int, batch: OutputBatch) -> None:
+        def put() -> None:
+            if (queue := self._queues.get(client)) is not None:
+                queue.put_nowait(batch)
+
+        self._loop.call_soon_threadsafe(put)
+
+    def _forget(self, request_id: str) -> None:
+        self._clients.pop(request_id, None)
+        self._link_now().marks.close(request_id)
+
+    def _link_now(self) -> Link:
+        if self._link is None:
+            raise WorkerError(f"worker {self._spec.name} has not started")
+        return self._link
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._link_now().receiver.sweep()
+
+
+ENGINE_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+}
+
+
+def make_transport(name: str) -> Transport:
+    """Return the transport of that name."""
+    factories = {"plasma": PlasmaTransport}
+    if name not in factories:
+        raise WorkerError(f"unknown transport {name!r}; there are: {', '.join(factories)}")
+    return factories[name]()

@@ -1,0 +1,67 @@
+"""The reference transport: payloads in this process's memory. For tests and the fake engine."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+
+from kv.chunk import Run
+from kv.errors import PeerLost, StoreFull
+from kv.transport import Ticket
+
+
+class MemoryTransport:
+    """Keeps payloads in a dictionary.
+
+    Args:
+        capacity: bytes that may be published at once.
+
+    """
+
+    name = "memory"
+
+    def __init__(self, capacity: int = 1 << 30) -> None:
+        self._capacity = capacity
+        self._payloads: dict[str, list[Run]] = {}
+        self._lock = threading.Lock()
+
+    def publish(self, runs: Sequence[Run]) -> Ticket:
+        """See ``Transport.publish``."""
+        copies: list[Run] = [np.array(run) for run in runs]
+        for copy in copies:
+            copy.flags.writeable = False
+        nbytes = sum(copy.nbytes for copy in copies)
+        with self._lock:
+            used = sum(run.nbytes for payload in self._payloads.values() for run in payload)
+            if used + nbytes > self._capacity:
+                raise StoreFull(f"a chunk of {nbytes} bytes does not fit: {used} of {self._capacity} in use")
+            ticket = uuid.uuid4().hex
+            self._payloads[ticket] = copies
+        return ticket
+
+    def fetch(self, ticket: Ticket, timeout_s: float) -> list[Run]:
+        """See ``Transport.fetch``. Never waits: what is published is there."""
+        with self._lock:
+            payload = self._payloads.get(ticket)
+        if payload is None:
+            raise PeerLost(f"payload {ticket} has been released")
+        return payload
+
+    def release(self, ticket: Ticket) -> None:
+        """See ``Transport.release``."""
+        with self._lock:
+            self._payloads.pop(ticket, None)
+
+    def live(self) -> tuple[int, int]:
+        """See ``Transport.live``."""
+        with self._lock:
+            runs = [run for payload in self._payloads.values() for run in payload]
+            return len(self._payloads), sum(run.nbytes for run in runs)
+
+    def close(self) -> None:
+        """See ``Transport.close``."""
+        with self._lock:
+            self._payloads.clear()
