@@ -1,0 +1,237 @@
+"""The cluster file: one YAML file from which every kind of bring-up is made.
+
+`load` reads it into frozen models. Everything that can be wrong with a file alone is found there, so that
+code below may take a `ClusterFile` for consistent.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from cluster.errors import ClusterFileError
+from cluster.explain import explain
+from cluster.names import AT_UNITS, HEAD, ROLES, GroupRole, Role, at, roles_of
+from cluster.placement import WorkerAsk
+from cluster.sizes import Size
+
+NAME_PATTERN: Final = r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$"
+LABEL_PATTERN: Final = r"^([a-zA-Z0-9]([a-zA-Z0-9_./-]{0,61}[a-zA-Z0-9])?)?$"
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+LabelText = Annotated[str, Field(pattern=LABEL_PATTERN)]
+Labels = Mapping[LabelText, LabelText]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Gateway(_Model):
+    """Where the OpenAI API listens, and in how many replicas."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    replicas: Annotated[int, Field(ge=1)] = 1
+
+
+class NodeGroup(_Model):
+    """`count` equal nodes. What they offer is per node.
+
+    cpus, gpus: what Ray schedules with. memory: bytes that Ray accounts for, not a limit.
+    object_store: bytes of shared memory, allocated when the node starts.
+    slots: workers that one node takes, for each of its roles.
+    model: path of the weights on these nodes, where it differs from the file's.
+    engine: vLLM arguments that override the file's on these nodes.
+    """
+
+    role: GroupRole
+    count: Annotated[int, Field(ge=1)] = 1
+    cpus: Count = 1
+    gpus: Count = 0
+    memory: Size = 4 * 2**30
+    object_store: Annotated[Size, Field(ge=75 * 2**20)] = 2**30
+    slots: Annotated[int, Field(ge=1)] = 1
+    labels: Labels = {}
+    resources: Mapping[str, Count] = {}
+    model: str | None = None
+    engine: Mapping[str, Any] = {}
+
+    @field_validator("resources")
+    @classmethod
+    def _not_ours(cls, value: Mapping[str, int]) -> Mapping[str, int]:
+        ours = {"CPU", "GPU", "memory", "object_store_memory", *ROLES}
+        for name in value:
+            if name in ours or name.startswith(("at:", "node:")):
+                raise ValueError(f"{name!r} is set by handoff or Ray; use another resource name")
+        return value
+
+
+class WorkerGroup(_Model):
+    """`count` workers of one role: what each asks for, and where it may go.
+
+    node: name of the one node they may use. labels: labels that the node must carry.
+    spread: put them on as many nodes as possible; otherwise fill one node before the next.
+    engine: vLLM arguments that override the file's and the node group's.
+    """
+
+    count: Annotated[int, Field(ge=0)] = 1
+    cpus: Share = 1
+    gpus: Share = 0
+    node: str | None = None
+    labels: Labels = {}
+    spread: bool = True
+    engine: Mapping[str, Any] = {}
+
+
+class Workers(_Model):
+    """The workers of each role."""
+
+    prefill: WorkerGroup = WorkerGroup()
+    decode: WorkerGroup = WorkerGroup()
+
+    def items(self) -> Iterator[tuple[Role, WorkerGroup]]:
+        """The two roles with their groups."""
+        yield "prefill", self.prefill
+        yield "decode", self.decode
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of the file: its name (`GROUP-INDEX`), its group's name and settings."""
+
+    name: str
+    group: str
+    spec: NodeGroup
+
+
+class ClusterFile(_Model):
+    """A consistent cluster file: every role that workers ask for is offered, and named nodes exist.
+
+    model: a local path (absolute once loaded) or a hub id. engine: vLLM arguments, passed on unchanged.
+    """
+
+    name: Name = "handoff"
+    model: str
+    served_model_name: str | None = None
+    engine: Mapping[str, Any] = {}
+    gateway: Gateway = Gateway()
+    nodes: Annotated[Mapping[Name, NodeGroup], Field(min_length=1)]
+    workers: Workers = Workers()
+
+    @model_validator(mode="after")
+    def _roles_offered(self) -> Self:
+        if HEAD in self.nodes:
+            raise ValueError(f"nodes.{HEAD}: the name {HEAD!r} is taken by the node of Ray's own services")
+        offered = {role for group in self.nodes.values() for role in roles_of(group.role)}
+        for role, workers in self.workers.items():
+            if workers.count and role not in offered:
+                raise ValueError(
+                    f"workers.{role} asks for {workers.count} worker(s), but no node group offers the role "
+                    f"{role!r}; give a group under `nodes` role: {role} or role: both, "
+                    f"or set workers.{role}.count to 0"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _names_unique_and_known(self) -> Self:
+        names = [node.name for node in self.each_node()]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"two nodes would be called {name!r}; rename one of the groups under `nodes`"
+                )
+        for role, workers in self.workers.items():
+            if workers.node is not None and workers.node not in names:
+                raise ValueError(
+                    f"workers.{role}.node is {workers.node!r}, which is no node of this file; "
+                    f"valid: {', '.join(names)}"
+                )
+        return self
+
+    def each_node(self) -> Iterator[Node]:
+        """All nodes, in the order of the file. The head node is not among them."""
+        for group, spec in self.nodes.items():
+            for index in range(spec.count):
+                yield Node(f"{group}-{index}", group, spec)
+
+    def node(self, name: str) -> Node:
+        """The node called `name`; raises KeyError for any other name."""
+        for node in self.each_node():
+            if node.name == name:
+                return node
+        raise KeyError(name)
+
+    def asks(self) -> list[WorkerAsk]:
+        """One ask for each worker, prefill first, named `ROLE-worker-INDEX`."""
+        return [
+            WorkerAsk(
+                name=f"{role}-worker-{index}",
+                role=role,
+                cpus=workers.cpus,
+                gpus=workers.gpus,
+                node=workers.node,
+                labels=dict(workers.labels),
+                spread=workers.spread,
+            )
+            for role, workers in self.workers.items()
+            for index in range(workers.count)
+        ]
+
+    def model_on(self, node: str) -> str:
+        """Path or hub id of the weights on the node called `node`."""
+        return self.node(node).spec.model or self.model
+
+    def engine_for(self, role: Role, node: str) -> dict[str, Any]:
+        """vLLM arguments of a worker of `role` on `node`.
+
+        The worker group's override the node group's, which override the file's.
+        """
+        workers = self.workers.prefill if role == "prefill" else self.workers.decode
+        return {**self.engine, **self.node(node).spec.engine, **workers.engine}
+
+    def resources_of(self, node: Node) -> dict[str, int]:
+        """Custom resources that Ray is told the node has."""
+        slots: dict[str, int] = dict.fromkeys(roles_of(node.spec.role), node.spec.slots)
+        return {**node.spec.resources, **slots, at(node.name): AT_UNITS}
+
+
+def load(path: Path) -> ClusterFile:
+    """Read and check the cluster file at `path`.
+
+    Model paths that exist relative to the file's folder become absolute; anything else is kept as it is.
+    Raises ClusterFileError, whose message has a line for each mistake: where, what is there, what is valid.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ClusterFileError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ClusterFileError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ClusterFileError(f"{path}: holds no mapping; it needs at least the keys `model` and `nodes`")
+    try:
+        file = ClusterFile.model_validate(_with_paths(data, path.resolve().parent))
+    except ValidationError as error:
+        raise ClusterFileError(f"{path}: {explain(error, ClusterFile)}") from error
+    return file
+
+
+def _with_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`data` with the model paths made absolute; wrong shapes are left for the models to report."""
+
+    def resolved(holder: Any) -> Any:
+        if not isinstance(holder, dict) or not isinstance(holder.get("model"), str):
+            return holder
+        target = folder / Path(holder["model"]).expanduser()
+        return {**holder, "model": str(target.resolve())} if target.exists() else holder
+
+    nodes = data.get("nodes")
+    if isinstance(nodes, dict):
+        data = {**data, "nodes": {name: resolved(group) for name, group in nodes.items()}}
+    return dict(resolved(data))
