@@ -20,7 +20,7 @@ from actors.marks import Marks
 from actors.messages import Chunk, Delivery, HandoverEnd, HandoverFailed
 from kv.chunk import KVLayout, Run
 from kv.errors import ChunkCorrupt, KVError
-from kv.paged import PagedCache, write
+from kv.paged import PagedCache
 from kv.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -239,14 +239,16 @@ class Receiver:
         self._release_slot(request_id, incoming)
 
     def _scatter(self, target: Target, chunk: Chunk, payload: list[Run]) -> None:
-        start, end = chunk.header.tokens
-        if end > target.end:
-            raise ChunkCorrupt(chunk.header.request_id, "token range", f"at most {target.end}", (start, end))
-        skipped = min(max(0, target.skip - start), end - start) // self._cache.block_size
-        runs = self._cache.runs(target.blocks, start, end)
-        per_layer = len(runs) // self._cache.num_layers
-        keep = [i for i in range(len(runs)) if i % per_layer >= skipped]
-        write([runs[i] for i in keep], [payload[i] for i in keep])
+        """Write the chunk's blocks that this engine wants: not those it has, nor those it did not allocate."""
+        cache, (start, end) = self._cache, chunk.header.tokens
+        first, last = start // cache.block_size, cache.blocks_of(end)
+        if len(payload) != (last - first) * cache.num_layers:
+            raise ChunkCorrupt(
+                chunk.header.request_id, "number of runs", (last - first) * cache.num_layers, len(payload)
+            )
+        low = min(max(first, target.skip // cache.block_size), last)
+        high = max(low, min(last, cache.blocks_of(target.end)))
+        cache.write(target.blocks[low:high], payload, slice(low - first, high - first))
 
     def _check_identity(self, request_id: str, chunk: Chunk) -> None:
         if chunk.header.layout != self._layout:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from actors.decode import Receiver
 from actors.marks import Marks
@@ -61,14 +62,14 @@ class Link:
         """Build both halves of the handover over the engine's cache tensors."""
         tensors = list(kv_caches.values())
         block_size = int(vllm_config.cache_config.block_size)
-        self.cache, order = paged_view(tensors, block_size)
+        self.cache = PagedCache([block_bytes(tensor) for tensor in tensors], block_size)
         self.layout = KVLayout(
             model=self.model_digest,
             dtype=str(tensors[0].dtype),
             layers=len(tensors),
             block_size=block_size,
-            token_bytes=self.cache.token_nbytes,
-            order=order,
+            block_bytes=self.cache.block_nbytes,
+            order=block_order(tensors[0], block_size),
         )
         self.sender = Sender(self.cache, self.layout, self.transport, self._post, self.wake)
         self.receiver = Receiver(
@@ -96,24 +97,27 @@ def link_of(engine_id: str | None) -> Link:
     return _links[engine_id]
 
 
-def paged_view(tensors: list[torch.Tensor], block_size: int) -> tuple[PagedCache, str]:
-    """Return byte views over vLLM's cache tensors, and the order of a block's axes.
-
-    Takes layers of shape ``[blocks, kv_heads, block_size, 2 * head_dim]`` (CPU backend, heads
-    before tokens) or ``[blocks, block_size, kv_heads, 2 * head_dim]``, in host memory.
-    """
+def block_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return a layer of vLLM's cache, ``[blocks, ...]`` in host memory, as ``[blocks, bytes]``. No copy."""
     import torch
 
-    first = tensors[0]
-    if first.device.type != "cpu":
+    if tensor.device.type != "cpu":
         raise NotImplementedError(
-            f"KV caches on {first.device.type!r} are not handed over yet; use the CPU build"
+            f"KV caches on {tensor.device.type!r} cannot be handed over yet; use the CPU build"
         )
-    if first.dim() != 4 or block_size not in first.shape[1:3]:
-        raise NotImplementedError(f"KV cache of shape {tuple(first.shape)} with block size {block_size}")
-    token_axis = 1 if first.shape[2] == block_size else 0
-    if first.shape[1] == first.shape[2]:  # told apart by memory order: the outer axis is heads on CPU
-        token_axis = 1
-    views = [tensor.view(torch.uint8).numpy() for tensor in tensors]
-    arrays: list[np.ndarray] = [view.view(np.uint8) for view in views]
-    return PagedCache(arrays, token_axis, block_size), "heads,tokens" if token_axis else "tokens,heads"
+    if not tensor.is_contiguous():
+        raise NotImplementedError(f"KV cache with strides {tensor.stride()} and shape {tuple(tensor.shape)}")
+    array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).reshape(tensor.shape[0], -1).numpy()
+    return array
+
+
+def block_order(tensor: torch.Tensor, block_size: int) -> str:
+    """Name how a block of the CPU backend is packed: its shape, and the kernel's instruction set.
+
+    The kernels (vLLM ``csrc/cpu/cpu_attn_*.hpp``) store keys in tiles whose form depends on it.
+    """
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    head_size = tensor.shape[-1] // 2
+    isa = _get_attn_isa(tensor.dtype, block_size, head_size)
+    return f"{isa}:{'x'.join(map(str, tensor.shape[1:]))}"

@@ -163,7 +163,8 @@ class Sender:
     def _publish(
         self, request_id: str, outgoing: _Outgoing, blocks: Sequence[int], start: int, end: int
     ) -> None:
-        runs = self._cache.runs(blocks, start, end)
+        size = self._cache.block_size
+        runs = self._cache.runs(blocks[start // size : self._cache.blocks_of(end)])
         checksum, nbytes = digest(runs)
         layers = (0, self._cache.num_layers)
         header = ChunkHeader(
@@ -190,8 +191,8 @@ class Sender:
 
 def _pieces(start: int, end: int, cache: PagedCache) -> Iterator[tuple[int, int]]:
     """Split ``[start, end)`` on block boundaries into ranges of at most MAX_CHUNK_BYTES."""
-    per_token = cache.token_nbytes * cache.num_layers
-    step = max(1, MAX_CHUNK_BYTES // (per_token * cache.block_size)) * cache.block_size
+    blocks = max(1, MAX_CHUNK_BYTES // (cache.block_nbytes * cache.num_layers))
+    step = blocks * cache.block_size
     while start < end:
         yield start, min(end, start + step)
         start += step

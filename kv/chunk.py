@@ -29,8 +29,8 @@ class KVLayout:
         dtype: element type of the cache, e.g. ``torch.bfloat16``.
         layers: number of cache tensors (one per attention layer on this rank).
         block_size: tokens per block.
-        token_bytes: bytes per token, layer and rank (keys and values together).
-        order: axis order of a layer's block in memory, e.g. ``heads,tokens``.
+        block_bytes: bytes per block, layer and rank (keys and values together).
+        order: how the attention kernel packs a block; opaque, compared only.
 
     """
 
@@ -38,7 +38,7 @@ class KVLayout:
     dtype: str
     layers: int
     block_size: int
-    token_bytes: int
+    block_bytes: int
     order: str
 
     def require_equal(self, peer: KVLayout) -> None:

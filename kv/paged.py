@@ -1,81 +1,64 @@
-"""A paged KV cache seen as runs of bytes: which pieces of memory hold tokens ``[start, end)``.
+"""A paged KV cache seen as runs of bytes.
 
-A cache is one tensor per layer. Its axes are given by name, because backends differ:
-vLLM's CPU backend has ``[blocks, heads, tokens, 2 * head_dim]``. Whole blocks are one run
-per layer; of the last, partial block only the tokens in use are taken, which is one run
-per head where heads come before tokens.
+A cache is one array per layer whose first axis counts blocks. What is inside a block is the
+attention kernel's own affair (the CPU kernels pack keys in tiles that depend on the
+instruction set), so blocks are moved whole, and ``KVLayout.order`` names the packing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kv.chunk import Run
 
 
 class PagedCache:
-    """Byte views over an engine's cache tensors, host memory only.
+    """Byte views over an engine's cache, host memory only.
 
     Args:
-        layers: one array per layer, ``uint8``, viewing the engine's own memory, with axes
-            ``[blocks, *inner]``; every block contiguous.
-        token_axis: the axis of a block (without the block axis) that counts tokens.
+        layers: one array per layer, ``uint8``, shape ``[blocks, bytes per block]``, viewing the
+            engine's own memory; every block contiguous.
         block_size: tokens per block.
 
     The memory stays the engine's. Callers read or write it only while the engine keeps
-    the blocks for the request in question.
+    the blocks for the request in question. The tail of a request's last block, past its
+    last token, holds whatever was there before; it moves with the block and is never read.
 
     """
 
-    def __init__(self, layers: Sequence[np.ndarray], token_axis: int, block_size: int) -> None:
+    def __init__(self, layers: Sequence[npt.NDArray[np.uint8]], block_size: int) -> None:
         for layer in layers:
-            if not layer[0].flags.c_contiguous:
-                raise ValueError(f"a block of shape {layer.shape[1:]} is not contiguous in memory")
-            if layer.shape[1 + token_axis] != block_size:
-                raise ValueError(f"axis {token_axis} of a block has {layer.shape[1 + token_axis]} tokens")
+            if layer.dtype != np.uint8 or layer.ndim != 2 or not layer[0].flags.c_contiguous:
+                raise ValueError(f"a layer must be uint8 [blocks, bytes], not {layer.dtype} {layer.shape}")
         self._layers = list(layers)
-        self._token_axis = token_axis
         self.block_size = block_size
         self.num_layers = len(self._layers)
-        self.block_nbytes = int(self._layers[0][0].nbytes)
-        self.token_nbytes = self.block_nbytes // block_size
+        self.num_blocks = int(self._layers[0].shape[0])
+        self.block_nbytes = int(self._layers[0].shape[1])
+        """Bytes of one block in one layer."""
 
-    def runs(self, blocks: Sequence[int], start: int, end: int) -> list[Run]:
-        """Return the runs that hold tokens ``[start, end)`` of a request.
+    def runs(self, blocks: Sequence[int]) -> list[Run]:
+        """Return the runs that hold these blocks: layer by layer, block by block within a layer."""
+        return [layer[block] for layer in self._layers for block in blocks]
+
+    def write(self, blocks: Sequence[int], payload: Sequence[Run], keep: slice) -> None:
+        """Copy a verified payload into blocks.
 
         Args:
-            blocks: the request's block ids, in order, from token 0.
-            start: first token; a multiple of the block size.
-            end: one past the last token.
-
-        Order: layer by layer; within a layer block by block; within a partial block along
-        the axes before the token axis. Two caches of equal layout give runs of equal sizes.
+            blocks: target of each block in the payload that ``keep`` selects.
+            payload: runs in the order of ``runs``.
+            keep: which of the payload's blocks to write; the others are left alone.
 
         """
-        if start % self.block_size or not start < end <= len(blocks) * self.block_size:
-            raise ValueError(
-                f"tokens [{start}, {end}) do not start on a block of {self.block_size} "
-                f"or pass the request's {len(blocks)} blocks"
-            )
-        first, whole, rest = start // self.block_size, end // self.block_size, end % self.block_size
-        out: list[Run] = []
-        for layer in self._layers:
-            out.extend(layer[block].reshape(-1) for block in blocks[first:whole])
-            if rest:
-                out.extend(self._head_of(layer[blocks[whole]], rest))
-        return out
+        per_layer = len(payload) // self.num_layers
+        for index, layer in enumerate(self._layers):
+            sources = payload[index * per_layer : (index + 1) * per_layer][keep]
+            for block, source in zip(blocks, sources, strict=True):
+                layer[block] = source
 
-    def _head_of(self, block: np.ndarray, tokens: int) -> Iterator[Run]:
-        outer = block.shape[: self._token_axis]
-        for index in np.ndindex(*outer):
-            yield block[index][:tokens].reshape(-1)
-
-
-def write(into: Sequence[Run], payload: Sequence[Run]) -> None:
-    """Copy a payload into runs of the same sizes; the caller has verified it."""
-    if len(into) != len(payload):
-        raise ValueError(f"payload has {len(payload)} runs, the cache wants {len(into)}")
-    for target, source in zip(into, payload, strict=True):
-        target[:] = source
+    def blocks_of(self, tokens: int) -> int:
+        """Return how many blocks hold that many tokens."""
+        return -(-tokens // self.block_size)
