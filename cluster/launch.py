@@ -1,0 +1,163 @@
+"""What has to be started for a cluster file on one machine: commands and environments, as plain values.
+
+Ray's own services, Serve's controller and the gateway get a node of their own, the head. It has a small
+object store, and as many CPUs and `gateway` units as there are gateway replicas. So no worker competes with
+them for the CPUs of its node, and the death of any node of the file leaves the cluster standing.
+
+Every node has an address of its own in 127.0.0.0/8 (all of which is local on Linux). `ray start` replaces
+127.0.0.1 by the machine's outer address, and distinct addresses keep `node:ADDRESS` resources and logs as
+telling as on a real cluster.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Final
+
+from cluster.file import ClusterFile, Node
+from cluster.names import GATEWAY, HEAD, LABEL_GROUP, LABEL_NODE, LABEL_ROLE
+
+FIRST_ADDRESS: Final = IPv4Address("127.0.0.2")
+HEAD_OBJECT_STORE: Final = 128 * 2**20
+HEAD_MEMORY: Final = 2 * 2**30
+
+MARKER: Final = "HANDOFF_CLUSTER"
+"""Environment variable that every process of a local cluster carries: `NAME:ID`."""
+
+NODE_NAME: Final = "HANDOFF_NODE_NAME"
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Ports of the services that only the head node has."""
+
+    gcs: int
+    client: int
+    dashboard: int
+
+
+@dataclass(frozen=True)
+class NodeLaunch:
+    """One node to start: the `ray start` arguments after the executable, and environment on top of ours."""
+
+    name: str
+    group: str
+    role: str
+    address: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def launches(file: ClusterFile, temp_dir: Path, ports: Ports, cores: Sequence[int]) -> list[NodeLaunch]:
+    """All nodes to start, the head first. `cores` are the CPUs that this process may run on."""
+    address = f"{FIRST_ADDRESS}:{ports.gcs}"
+    binds = cpu_binds(file, cores)
+    nodes = [_head(file, temp_dir / "0", ports)]
+    for index, node in enumerate(file.each_node(), start=1):
+        nodes.append(_node(file, node, index, temp_dir / str(index), address, binds[node.name]))
+    return nodes
+
+
+def cpu_binds(file: ClusterFile, cores: Sequence[int]) -> dict[str, str]:
+    """vLLM's `VLLM_CPU_OMP_THREADS_BIND` for each node.
+
+    Disjoint CPU lists where `cores` suffice for the `cpus` of all nodes, otherwise `nobind` everywhere: two
+    engines pinned to one core are slower than two that the kernel may move.
+    """
+    nodes = list(file.each_node())
+    if sum(node.spec.cpus for node in nodes) > len(cores):
+        return {node.name: "nobind" for node in nodes}
+    binds, rest = {}, list(cores)
+    for node in nodes:
+        mine, rest = rest[: node.spec.cpus], rest[node.spec.cpus :]
+        binds[node.name] = ",".join(map(str, mine)) or "nobind"
+    return binds
+
+
+def shared_memory(file: ClusterFile) -> int:
+    """Bytes of shared memory that the object stores of all nodes take."""
+    return HEAD_OBJECT_STORE + sum(node.spec.object_store for node in file.each_node())
+
+
+def cluster_environment(marker: str, token_path: Path, project: Path) -> dict[str, str]:
+    """Environment of every process of the cluster, on top of the caller's.
+
+    `project` is the folder our packages are imported from.
+    """
+    return {
+        MARKER: marker,
+        # Ray's process titles would overwrite the environment that other processes see, and the marker in it.
+        "SPT_NOENV": "1",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_path),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Otherwise an object written to a fresh piece of the store pays for its page faults: a tenth of the
+        # speed.
+        "RAY_preallocate_plasma_memory": "1",
+        # Idle Python workers cost CPU at start and nothing here would use them.
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(project), os.environ.get("PYTHONPATH")])),
+    }
+
+
+UNWANTED: Final = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "RAY_NAMESPACE", "RAY_OVERRIDE_RESOURCES")
+"""Variables of the caller that would redirect the nodes to another cluster."""
+
+
+def _head(file: ClusterFile, temp_dir: Path, ports: Ports) -> NodeLaunch:
+    replicas = file.gateway.replicas
+    argv = (
+        "--head",
+        f"--port={ports.gcs}",
+        f"--ray-client-server-port={ports.client}",
+        f"--dashboard-port={ports.dashboard}",
+        # Turns off the web pages, the job and the state API, not the metrics or Serve; saves CPU.
+        "--include-dashboard=false",
+        "--no-monitor",  # the autoscaler has nothing to scale here
+        f"--num-cpus={replicas}",
+        "--num-gpus=0",
+        f"--memory={HEAD_MEMORY}",
+        f"--object-store-memory={HEAD_OBJECT_STORE}",
+        f"--resources={json.dumps({GATEWAY: replicas})}",
+        f"--labels={LABEL_NODE}={HEAD},{LABEL_ROLE}={GATEWAY}",
+        *_common(HEAD, str(FIRST_ADDRESS), temp_dir),
+    )
+    return NodeLaunch(HEAD, HEAD, GATEWAY, str(FIRST_ADDRESS), argv, {NODE_NAME: HEAD})
+
+
+def _node(file: ClusterFile, node: Node, index: int, temp_dir: Path, gcs: str, bind: str) -> NodeLaunch:
+    spec = node.spec
+    address = str(FIRST_ADDRESS + index)
+    labels = {LABEL_NODE: node.name, LABEL_GROUP: node.group, LABEL_ROLE: spec.role, **spec.labels}
+    argv = (
+        f"--address={gcs}",
+        f"--num-cpus={spec.cpus}",
+        f"--num-gpus={spec.gpus}",
+        f"--memory={spec.memory}",
+        f"--object-store-memory={spec.object_store}",
+        f"--resources={json.dumps(file.resources_of(node))}",
+        f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
+        *_common(node.name, address, temp_dir),
+    )
+    env = {NODE_NAME: node.name, "VLLM_CPU_OMP_THREADS_BIND": bind}
+    return NodeLaunch(node.name, node.group, spec.role, address, argv, env)
+
+
+def _common(name: str, address: str, temp_dir: Path) -> Iterator[str]:
+    yield "--block"
+    yield f"--node-name={name}"
+    yield f"--node-ip-address={address}"
+    # One folder for each node: raylets that start at the same moment in one folder choose the same socket
+    # names.
+    yield f"--temp-dir={temp_dir}"
+    # 0 is any free port; the default is one fixed range, or port, for all nodes.
+    yield "--min-worker-port=0"
+    yield "--max-worker-port=0"
+    yield "--dashboard-agent-listen-port=0"
+    yield "--include-log-monitor=false"
+    yield "--disable-usage-stats"
+    yield "--log-style=record"

@@ -1,0 +1,198 @@
+"""One bring-up: from the lock on the cluster's name to the last node that is alive."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cluster.errors import AlreadyRunningError, BringUpError
+from cluster.file import ClusterFile
+from cluster.launch import (
+    FIRST_ADDRESS,
+    MARKER,
+    UNWANTED,
+    Ports,
+    cluster_environment,
+    launches,
+    shared_memory,
+)
+from cluster.network import accepts, free_ports
+from cluster.running import LocalCluster, running, terminate
+from cluster.sizes import show
+from cluster.state import Plan, StateDir
+from cluster.supervisor import KEEP
+
+Progress = Callable[[str], None]
+
+_POLL_S: Final = 0.1
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A bring-up in progress. `lifeline` is our end of the pipe whose closing makes it end."""
+
+    state: StateDir
+    plan: Plan
+    reaper: subprocess.Popen[bytes]
+    lifeline: int
+    began: float
+
+    @classmethod
+    def of(cls, file: ClusterFile) -> "Start":
+        """Take the name, write down what to start, and start the supervisor."""
+        _check_shared_memory(file)
+        began = time.monotonic()
+        state = StateDir.of(file.name)
+        lock = _lock(state, file.name)
+        theirs, ours = os.pipe()
+        try:
+            plan = _plan(file)
+            state.logs.mkdir(exist_ok=True)
+            state.write_token(secrets.token_hex(32))
+            state.write_plan(plan)
+            reaper = _spawn(state, plan, theirs, lock)
+        except BaseException:
+            os.close(ours)
+            state.clean()
+            raise
+        finally:
+            os.close(theirs)
+            os.close(lock)  # the supervisor has its own copy
+        return cls(state, plan, reaper, ours, began)
+
+    def wait(self, progress: Progress, deadline_s: float) -> LocalCluster:
+        """Return when every node is alive; raise BringUpError if one dies or is late."""
+        names = [node.name for node in self.plan.nodes]
+        progress(f"starting {self.plan.file.name}: {', '.join(names)}")
+        missing = list(names)
+        while missing:
+            alive = self._alive()
+            for name in [name for name in missing if name in alive]:
+                missing.remove(name)
+                progress(f"{name} is alive after {self._elapsed():.1f} s")
+            self._check_processes()
+            if missing and self._elapsed() > deadline_s:
+                raise self._failure(missing[0], f"was not alive after {deadline_s:g} s")
+            time.sleep(_POLL_S)
+        cluster = running(self.plan.file.name)
+        if cluster is None:
+            raise self._failure("supervisor", "ended just after the nodes came up")
+        return cluster
+
+    def keep(self) -> None:
+        """Let the cluster outlive this process."""
+        os.write(self.lifeline, KEEP)
+        # Not ours to wait for any more; without an exit code Popen would complain when it is collected.
+        self.reaper.returncode = 0
+
+    def abandon(self) -> None:
+        """End what was started."""
+        terminate(self.state, within_s=10.0)
+        self.reaper.wait(timeout=10.0)
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    def _alive(self) -> set[str]:
+        """Names of the nodes that the control store counts as alive."""
+        if not accepts(self.plan.address):
+            return set()
+        # Imported late: this is the only part of bring-up that needs Ray in this process, and importing it
+        # while the first node starts hides its cost.
+        from cluster.connect import observe
+        from cluster.nodes import snapshot
+
+        return {node.name for node in snapshot(observe(self.plan.address, self.state.token))}
+
+    def _check_processes(self) -> None:
+        status = self.state.status()
+        for name, node in status.nodes.items() if status else ():
+            if node.state == "dead":
+                raise self._failure(name, f"ended with exit code {node.exit_code}")
+        if self.reaper.poll() is not None:
+            raise self._failure("supervisor", "ended")
+
+    def _failure(self, node: str, what: str) -> BringUpError:
+        with contextlib.suppress(FileNotFoundError):
+            self.state.keep_logs()
+        log = self.state.log_of(node)
+        tail = _tail(log if log.exists() else self.state.failed / log.name)  # moved once cleaned up
+        return BringUpError(f"node {node} {what}. Its last lines:\n{tail}\nAll logs: {self.state.failed}")
+
+
+def _lock(state: StateDir, name: str) -> int:
+    """Take the lock of the cluster's name, clearing up what a dead supervisor may have left."""
+    for _ in range(5):
+        lock = state.try_lock()
+        if lock is not None and state.plan() is None:
+            return lock
+        if lock is not None:
+            state.clean()
+            os.close(lock)
+        elif running(name) is not None:
+            break
+        else:
+            time.sleep(_POLL_S)  # somebody else may only be looking whether it is locked
+    cluster = running(name)
+    details = f" (supervisor pid {cluster.supervisor_pid}, address {cluster.address})" if cluster else ""
+    raise AlreadyRunningError(f"cluster {name!r} already runs{details}; end it with: handoff down {name}")
+
+
+def _plan(file: ClusterFile) -> Plan:
+    # Unix socket paths end at 107 bytes, and Ray's own part takes about 70 of them.
+    temp_dir = Path(tempfile.mkdtemp(prefix=f"handoff-{file.name[:10]}-", dir="/tmp"))
+    gcs, client, dashboard = free_ports(3)
+    cores = sorted(os.sched_getaffinity(0))
+    return Plan(
+        marker=f"{file.name}:{secrets.token_hex(8)}",
+        address=f"{FIRST_ADDRESS}:{gcs}",
+        temp_dir=temp_dir,
+        file=file,
+        nodes=tuple(launches(file, temp_dir, Ports(gcs, client, dashboard), cores)),
+    )
+
+
+def _spawn(state: StateDir, plan: Plan, lifeline: int, lock: int) -> subprocess.Popen[bytes]:
+    project = Path(__file__).resolve().parent.parent
+    env = {key: value for key, value in os.environ.items() if key not in (*UNWANTED, MARKER)}
+    with state.log_of("supervisor").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "cluster.supervisor", str(state.path), str(lifeline), str(lock)],
+            env={**env, **cluster_environment(plan.marker, state.token, project)},
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(lifeline, lock),
+            start_new_session=True,
+        )
+
+
+def _check_shared_memory(file: ClusterFile) -> None:
+    """Ray would silently put a store that does not fit on disk, where it is a hundred times slower."""
+    if not _SHARED_MEMORY.is_dir():
+        return
+    needed, free = shared_memory(file), shutil.disk_usage(_SHARED_MEMORY).free
+    if needed > free:
+        raise BringUpError(
+            f"the object stores of {file.name!r} need {show(needed)} of shared memory, but {_SHARED_MEMORY} "
+            f"has {show(free)} free; lower object_store under `nodes`, or enlarge {_SHARED_MEMORY}"
+        )
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    """The last lines of a log, indented."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "  (no log)"
+    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-lines:]) or "  (nothing was printed)"
