@@ -19,11 +19,14 @@ from cluster.placement import WorkerAsk
 from cluster.sizes import Size
 
 NAME_PATTERN: Final = r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$"
-LABEL_PATTERN: Final = r"^([a-zA-Z0-9]([a-zA-Z0-9_./-]{0,61}[a-zA-Z0-9])?)?$"
+_WORD = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+LABEL_KEY_PATTERN: Final = rf"^([a-z0-9][a-z0-9.-]{{0,251}}/)?{_WORD}$"
+LABEL_VALUE_PATTERN: Final = rf"^({_WORD})?$"
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-LabelText = Annotated[str, Field(pattern=LABEL_PATTERN)]
-Labels = Mapping[LabelText, LabelText]
+LabelKey = Annotated[str, Field(pattern=LABEL_KEY_PATTERN)]
+LabelValue = Annotated[str, Field(pattern=LABEL_VALUE_PATTERN)]
+Labels = Mapping[LabelKey, LabelValue]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0)]
 
@@ -64,11 +67,19 @@ class NodeGroup(_Model):
 
     @field_validator("resources")
     @classmethod
-    def _not_ours(cls, value: Mapping[str, int]) -> Mapping[str, int]:
+    def _resources_not_ours(cls, value: Mapping[str, int]) -> Mapping[str, int]:
         ours = {"CPU", "GPU", "memory", "object_store_memory", *ROLES}
         for name in value:
             if name in ours or name.startswith(("at:", "node:")):
                 raise ValueError(f"{name!r} is set by handoff or Ray; use another resource name")
+        return value
+
+    @field_validator("labels")
+    @classmethod
+    def _labels_not_ours(cls, value: Labels) -> Labels:
+        for key in value:
+            if key.startswith(("ray.io/", "handoff.")):
+                raise ValueError(f"{key!r} is set by handoff or Ray; use another label")
         return value
 
 

@@ -74,11 +74,12 @@ class Start:
         names = [node.name for node in self.plan.nodes]
         progress(f"starting {self.plan.file.name}: {', '.join(names)}")
         missing = list(names)
+        observer = _Observer(self.plan.address, self.state.token)
         while missing:
-            alive = self._alive()
+            alive = observer.alive()
             for name in [name for name in missing if name in alive]:
                 missing.remove(name)
-                progress(f"{name} is alive after {self._elapsed():.1f} s")
+                progress(f"{name} is alive")
             self._check_processes()
             if missing and self._elapsed() > deadline_s:
                 raise self._failure(missing[0], f"was not alive after {deadline_s:g} s")
@@ -102,17 +103,6 @@ class Start:
     def _elapsed(self) -> float:
         return time.monotonic() - self.began
 
-    def _alive(self) -> set[str]:
-        """Names of the nodes that the control store counts as alive."""
-        if not accepts(self.plan.address):
-            return set()
-        # Imported late: this is the only part of bring-up that needs Ray in this process, and importing it
-        # while the first node starts hides its cost.
-        from cluster.connect import observe
-        from cluster.nodes import snapshot
-
-        return {node.name for node in snapshot(observe(self.plan.address, self.state.token))}
-
     def _check_processes(self) -> None:
         status = self.state.status()
         for name, node in status.nodes.items() if status else ():
@@ -127,6 +117,32 @@ class Start:
         log = self.state.log_of(node)
         tail = _tail(log if log.exists() else self.state.failed / log.name)  # moved once cleaned up
         return BringUpError(f"node {node} {what}. Its last lines:\n{tail}\nAll logs: {self.state.failed}")
+
+
+class _Observer:
+    """Asks the control store which nodes are alive."""
+
+    def __init__(self, address: str, token_path: Path) -> None:
+        self._address = address
+        self._token_path = token_path
+        self._look: Callable[[], set[str]] | None = None
+
+    def alive(self) -> set[str]:
+        """Names of the live nodes; none as long as the control store does not answer."""
+        if self._look is None:
+            if not accepts(self._address):
+                return set()
+            self._look = self._connect()
+        return self._look()
+
+    def _connect(self) -> Callable[[], set[str]]:
+        # Imported late: nothing else of bring-up needs Ray in this process, and imported while the first node
+        # starts it costs no time.
+        from cluster.connect import observe
+        from cluster.nodes import snapshot
+
+        state = observe(self._address, self._token_path)
+        return lambda: {node.name for node in snapshot(state)}
 
 
 def _lock(state: StateDir, name: str) -> int:

@@ -95,6 +95,8 @@ def test_the_example_is_valid() -> None:
         (("  b:", "  head:"), ["nodes.head", "taken"]),
         (("node: b-0", "node: b-1"), ["workers.decode.node is 'b-1'", "a-0, a-1, b-0"]),
         (("slots: 3", "resources: {at:x: 1}"), ["nodes.a.resources", "'at:x' is set by handoff or Ray"]),
+        (("zone: x", "ray.io/zone: x"), ["nodes.a.labels", "'ray.io/zone' is set by handoff or Ray"]),
+        (("zone: x", "zone: a/b"), ["nodes.a.labels.zone: 'a/b' is not valid"]),
         (("role: both", "role: prefill"), ["workers.decode asks for 2 worker(s)", "no node group offers"]),
     ],
 )
