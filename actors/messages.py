@@ -145,12 +145,14 @@ class OutputBatch:
         failures: request id to reason, for requests whose handover failed.
         marks: request id to (stage, seconds on a monotonic clock) pairs, with a request's first
             output. Stages named ``peer.*`` are on the clock of the prefill worker.
+        kv_bytes: request id to bytes of KV that were handed over to it, with its first output.
 
     """
 
     frame: tuple[bytes, ...]
     failures: Mapping[str, str] = field(default_factory=dict)
     marks: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    kv_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

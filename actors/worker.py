@@ -12,9 +12,11 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.decode import Receiver
 from actors.engine import EngineLoop, add_request, build_core
 from actors.errors import EngineStartError, WorkerError
 from actors.fingerprint import model_files
@@ -36,10 +38,12 @@ from kv.transport import Transport
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
+CALL_TIMEOUT_S = 60.0
 
 
 class Worker:
@@ -119,6 +123,16 @@ class Worker:
             steps=self._engine.steps,
         )
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; returns False while requests hold blocks."""
+        done: asyncio.Future[bool] = self._loop.create_future()
+
+        def reset(core: EngineCore) -> None:
+            self._loop.call_soon_threadsafe(done.set_result, bool(core.reset_prefix_cache()))
+
+        self._engine.call(reset)
+        return await asyncio.wait_for(done, CALL_TIMEOUT_S)
+
     async def stop(self) -> None:
         """Stop the engine and release everything that was published."""
         if self._sweeper is not None:
@@ -153,9 +167,9 @@ class Worker:
         for request_id in request_ids:
             self._forget(request_id)
         self._engine.call(lambda core: core.abort_requests(request_ids))
-        if self._link is not None:
-            for request_id in request_ids:
-                self._engine.call(lambda core, rid=request_id: self._link_now().receiver.close(rid))
+        receiver = self._link_now().receiver
+        for request_id in request_ids:  # one that the engine never saw may have chunks waiting
+            self._engine.call(partial(_close, receiver, request_id))
 
     async def outputs(self, client: int) -> AsyncIterator[OutputBatch]:
         """Stream everything this worker has for one gateway, until the gateway goes away.
@@ -187,14 +201,16 @@ class Worker:
 
         link = self._link_now()
         for client, batch in outputs.items():
-            marks = {}
+            marks, kv_bytes = {}, {}
             for output in batch.outputs:
                 if taken := link.marks.close(output.request_id):
                     marks[output.request_id] = (*taken, ("output", time.monotonic()))
+                    if (end := link.receiver.ended(output.request_id)) is not None:
+                        kv_bytes[output.request_id] = end.nbytes
                 if output.finished:
                     self._loop.call_soon_threadsafe(self._forget, output.request_id)
             if batch.outputs:
-                self._put(client, OutputBatch(encode_outputs(batch), marks=marks))
+                self._put(client, OutputBatch(encode_outputs(batch), marks=marks, kv_bytes=kv_bytes))
 
     def died(self, error: BaseException) -> None:
         """See ``engine.Outputs``."""
@@ -245,7 +261,7 @@ class Worker:
                 self._put(client, OutputBatch((), failures={request_id: reason}))
 
         self._engine.call(lambda core: core.abort_requests([request_id]))
-        self._engine.call(lambda core: self._link_now().receiver.close(request_id))
+        self._engine.call(partial(_close, self._link_now().receiver, request_id))
         self._loop.call_soon_threadsafe(give_up)
 
     def _put(self, client: int, batch: OutputBatch) -> None:
@@ -268,6 +284,10 @@ class Worker:
         while True:
             await asyncio.sleep(SWEEP_S)
             self._link_now().receiver.sweep()
+
+
+def _close(receiver: Receiver, request_id: str, core: object) -> None:
+    receiver.close(request_id)
 
 
 ENGINE_ENV = {

@@ -1,0 +1,81 @@
+"""The composition root: workers, gateway and Serve, brought up together and taken down together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray import serve
+
+from actors.peers import NAMESPACE
+from cluster.file import ClusterFile
+from cluster.names import GATEWAY
+from deployments.errors import StartError
+from deployments.gateway import Gateway, GatewaySpec
+from deployments.place import PlacedWorker, Progress, start_workers, stop_workers
+
+APP = "handoff"
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A running application."""
+
+    url: str
+    model: str
+    workers: tuple[PlacedWorker, ...]
+
+
+@contextlib.contextmanager
+def serving(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
+    """Serve a cluster file's model on the Ray cluster this process is connected to, until the block ends.
+
+    Raises what ``start_workers`` raises, and ``StartError`` if the gateway does not come up.
+    """
+    if running := [
+        actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if _is_worker(actor)
+    ]:
+        raise StartError(f"this cluster is serving already ({', '.join(running)}); stop that first")
+    workers = start_workers(file, progress)
+    try:
+        yield _serve_gateway(file, workers, progress)
+    finally:
+        progress("stopping the gateway and the workers")
+        with contextlib.suppress(Exception):
+            serve.shutdown()
+        stop_workers([worker.handle for worker in workers])
+
+
+def _is_worker(actor: dict[str, str]) -> bool:
+    return actor["namespace"] == NAMESPACE and "-worker-" in (actor["name"] or "")
+
+
+def _serve_gateway(file: ClusterFile, workers: list[PlacedWorker], progress: Progress) -> Serving:
+    name = file.served_model_name or Path(file.model).name
+    spec = GatewaySpec(
+        model=file.model,
+        served_name=name,
+        engine=dict(file.engine),
+        workers=tuple(worker.info.name for worker in workers),
+    )
+    progress("starting the gateway")
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options={"host": file.gateway.host, "port": file.gateway.port, "request_timeout_s": None},
+        logging_config={"enable_access_log": False},
+    )
+    deployment = serve.deployment(
+        serve.ingress()(Gateway),
+        name="gateway",
+        num_replicas=file.gateway.replicas,
+        max_ongoing_requests=10_000,
+        graceful_shutdown_timeout_s=5,
+        ray_actor_options={"num_cpus": 1, "resources": {GATEWAY: 1}},
+    )
+    serve.run(deployment.bind(spec), name=APP, route_prefix="/", blocking=False)
+    url = f"http://{file.gateway.host}:{file.gateway.port}"
+    progress(f"serving {name} at {url}/v1")
+    return Serving(url, name, tuple(workers))

@@ -1,0 +1,318 @@
+"""A request's way through the workers: routed, split, submitted, put together again, retried.
+
+One ``Flight`` per engine request. Whatever goes wrong on the way (a worker dies, KV does not
+come, a chunk is corrupt) ends in ``_retry``, the only place that tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
+
+from actors.frames import decode_outputs, encode_request
+from actors.messages import OutputBatch, ReceiveFrom, SendTo, WorkerStats
+from deployments import split
+from deployments.errors import NoWorker, RequestLost
+from deployments.ledger import Record
+from deployments.router import Route, WorkerLoad, route
+from deployments.split import Mode
+from deployments.worker_client import WorkerClient
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+HANDOVER_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Flight:
+    """An engine request on its way.
+
+    Attributes:
+        request: as the input processor made it.
+        record: its ledger.
+        route: where it is now.
+        attempt: which try this is, from 0; part of the id that the workers see.
+        emitted: output tokens that have been passed on.
+        held: outputs of decode that arrived before the first token did.
+
+    """
+
+    request: EngineCoreRequest
+    record: Record
+    route: Route
+    attempt: int = 0
+    emitted: list[int] = field(default_factory=list)
+    held: list[EngineCoreOutput] = field(default_factory=list)
+    prefilling: bool = False
+
+    @property
+    def engine_id(self) -> str:
+        """The request id that the workers see."""
+        return f"{self.request.request_id}.{self.attempt}"
+
+    @property
+    def divided(self) -> bool:
+        """Whether two workers are at it."""
+        return self.route.prefill != self.route.decode
+
+
+class Dispatcher:
+    """Sends requests to workers and gathers their outputs.
+
+    Args:
+        deliver: takes outputs in order; returns ids of requests that are complete (a stop
+            string was found) and must be aborted.
+        fail: told (request id, error) when a request is lost for good.
+
+    """
+
+    def __init__(
+        self,
+        deliver: Callable[[list[EngineCoreOutput]], list[str]],
+        fail: Callable[[str, Exception], None],
+    ) -> None:
+        self._deliver, self._fail = deliver, fail
+        self._workers: dict[str, WorkerClient] = {}
+        self._flights: dict[str, Flight] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add_worker(self, worker: WorkerClient) -> None:
+        """Make a connected worker available to the router."""
+        self._workers[worker.info.name] = worker
+
+    def require_worker(self) -> None:
+        """Raise ``NoWorker`` if none is alive."""
+        route(self._loads(), Mode.UNDIVIDED, "health check")
+
+    async def describe_workers(self) -> list[dict[str, object]]:
+        """Return each worker's load as seen from here, and its own counters."""
+        workers = list(self._workers.values())
+        stats = await asyncio.gather(*(w.stats() for w in workers), return_exceptions=True)
+        return [
+            {**asdict(load), "node": w.info.node} | (asdict(own) if isinstance(own, WorkerStats) else {})
+            for w, load, own in zip(workers, self._loads(), stats, strict=True)
+        ]
+
+    async def reset_prefix_caches(self) -> bool:
+        """Forget cached prefixes on every worker; return whether all of them could."""
+        done = await asyncio.gather(*(w.reset_prefix_cache() for w in self._workers.values()))
+        return all(done)
+
+    def submit(self, request: EngineCoreRequest, record: Record) -> None:
+        """Route a request and send it off.
+
+        Raises:
+            NoWorker: no worker is alive.
+
+        """
+        chosen = split.choose(request)
+        assert request.sampling_params is not None
+        one_token = request.sampling_params.max_tokens == 1
+        where = route(self._loads(), chosen.mode, chosen.reason, one_token)
+        flight = Flight(request, record, where)
+        record.note("routed")
+        self._launch(flight)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests and free their blocks on every worker that has them."""
+        for request_id in request_ids:
+            if (flight := self._flights.get(request_id)) is not None:
+                self._abandon(flight)
+
+    def on_batch(self, worker: WorkerClient, batch: OutputBatch) -> None:
+        """Take what a worker sent."""
+        received = time.monotonic()
+        ready: list[EngineCoreOutput] = []
+        if batch.frame:
+            for output in decode_outputs(batch.frame).outputs:
+                if (flight := self._flight(output.request_id)) is not None:
+                    marks = batch.marks.get(output.request_id, ())
+                    kv_bytes = batch.kv_bytes.get(output.request_id)
+                    ready.extend(self._advance(flight, worker, output, marks, kv_bytes, received))
+        if ready:
+            self.abort(self._deliver(ready))
+        for engine_id, reason in batch.failures.items():
+            if (flight := self._flight(engine_id)) is not None:
+                self._retry(flight, reason)
+
+    def on_lost(self, worker: WorkerClient, reason: str) -> None:
+        """A worker is gone: try its requests elsewhere."""
+        name = worker.info.name
+        worker.prefill_tokens = worker.running = 0
+        for flight in list(self._flights.values()):
+            needs_prefill = flight.route.prefill == name and flight.prefilling
+            if needs_prefill or flight.route.decode == name:
+                self._retry(flight, f"worker {name} was lost: {reason}")
+
+    def _flight(self, engine_id: str) -> Flight | None:
+        """Return the flight that a worker's id belongs to, unless that attempt is over."""
+        flight = self._flights.get(engine_id.rpartition(".")[0])
+        return flight if flight is not None and flight.engine_id == engine_id else None
+
+    # -- one request ----------------------------------------------------------------------------
+
+    def _launch(self, flight: Flight) -> None:
+        self._flights[flight.request.request_id] = flight
+        where = flight.route
+        prefill, decode = self._workers[where.prefill], self._workers[where.decode]
+        flight.prefilling = True
+        prefill.prefill_tokens += len(flight.request.prompt_token_ids or ())
+        decode.running += 1
+        flight.record.facts.update(
+            mode=where.mode.value,
+            reason=where.reason,
+            prefill_worker=where.prefill,
+            decode_worker=where.decode,
+            prefill_node=prefill.info.node,
+            decode_node=decode.info.node,
+            transport=decode.info.transport if flight.divided else None,
+            attempts=flight.attempt + 1,
+        )
+        whole = split.continued(flight.request, flight.emitted)
+        if not flight.divided:
+            self._send(flight, prefill, whole, None)
+            return
+        assert whole.prompt_token_ids is not None
+        first_token = where.mode is Mode.FIRST_TOKEN
+        receive = ReceiveFrom(where.prefill, len(whole.prompt_token_ids), first_token, HANDOVER_TIMEOUT_S)
+        self._send(flight, prefill, split.prefill_part(whole, where.mode), SendTo(where.decode))
+        self._send(flight, decode, split.decode_part(whole, where.mode), receive)
+
+    def _send(
+        self,
+        flight: Flight,
+        worker: WorkerClient,
+        part: EngineCoreRequest,
+        handover: SendTo | ReceiveFrom | None,
+    ) -> None:
+        engine_id = flight.engine_id
+        part.request_id, part.client_index = engine_id, worker.client
+        frame = encode_request(part)
+
+        async def submit() -> None:
+            try:
+                await worker.submit(frame, handover)
+            except Exception as error:
+                if self._flight(engine_id) is flight:
+                    self._retry(flight, f"worker {worker.info.name} refused it: {error}")
+
+        task = asyncio.create_task(submit())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _advance(
+        self,
+        flight: Flight,
+        worker: WorkerClient,
+        output: EngineCoreOutput,
+        marks: tuple[tuple[str, float], ...],
+        kv_bytes: int | None,
+        received: float,
+    ) -> list[EngineCoreOutput]:
+        """Take one output of one worker; return what can be passed on, in order."""
+        from_prefill = worker.info.name == flight.route.prefill and flight.prefilling
+        role = "prefill" if from_prefill else "decode"
+        if marks:
+            peer = self._workers[flight.route.prefill].clock_offset
+            flight.record.note_worker(role, marks, worker.clock_offset, peer)
+            flight.record.note("first_token" if from_prefill else "decode_token", received)
+            if kv_bytes is not None:
+                flight.record.facts["kv_bytes"] = kv_bytes
+        if from_prefill:
+            self._end_prefill(flight, worker)
+            if not flight.divided:
+                return self._pass_on(flight, [output])
+            return self._first_token(flight, output)
+        if flight.prefilling and flight.route.mode is Mode.FIRST_TOKEN:
+            flight.held.append(output)
+            return []
+        return self._pass_on(flight, [output])
+
+    def _first_token(self, flight: Flight, output: EngineCoreOutput) -> list[EngineCoreOutput]:
+        """Take the only output of a divided request's prefill."""
+        if output.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
+            self._retry(flight, f"prefill ended with {output.finish_reason}")
+            return []
+        if flight.route.mode is Mode.DECODE_SAMPLES:
+            return []
+        if output.finish_reason is FinishReason.LENGTH:  # of the one token it was asked for
+            output.finish_reason = None
+        self._add_events(flight, output, "prefill")
+        held, flight.held = flight.held, []
+        if output.finish_reason is not None:  # decode still waits for KV that it will not need
+            self._workers[flight.route.decode].abort([flight.engine_id])
+        return self._pass_on(flight, [output, *held])
+
+    def _pass_on(self, flight: Flight, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        for output in outputs:
+            if not flight.emitted:
+                self._add_events(flight, output, "decode" if flight.divided else "prefill")
+            output.request_id = flight.request.request_id
+            flight.emitted.extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self._drop(flight)
+        return outputs
+
+    def _add_events(self, flight: Flight, output: EngineCoreOutput, role: str) -> None:
+        """Give vLLM's statistics the request's queue times, on this process's clock."""
+        moments = flight.record.moments
+        if output.events is None and f"{role}.scheduled" in moments:
+            output.events = [
+                EngineCoreEvent(EngineCoreEventType.QUEUED, moments[f"{role}.accepted"]),
+                EngineCoreEvent(EngineCoreEventType.SCHEDULED, moments[f"{role}.scheduled"]),
+            ]
+
+    def _end_prefill(self, flight: Flight, worker: WorkerClient) -> None:
+        flight.prefilling = False
+        worker.prefill_tokens = max(0, worker.prefill_tokens - len(flight.request.prompt_token_ids or ()))
+
+    def _abandon(self, flight: Flight) -> None:
+        self._drop(flight)
+        for name in {flight.route.prefill, flight.route.decode}:
+            self._workers[name].abort([flight.engine_id])
+
+    def _drop(self, flight: Flight) -> None:
+        if self._flights.pop(flight.request.request_id, None) is None:
+            return
+        if flight.prefilling:
+            self._end_prefill(flight, self._workers[flight.route.prefill])
+        decode = self._workers[flight.route.decode]
+        decode.running = max(0, decode.running - 1)
+
+    # -- the one retry policy ---------------------------------------------------------------------
+
+    def _retry(self, flight: Flight, reason: str) -> None:
+        """Try again, undivided, from the tokens that have been passed on; or give up and say why."""
+        self._abandon(flight)
+        request_id = flight.request.request_id
+        flight.record.facts["failure"] = reason
+        if flight.attempt + 1 >= MAX_ATTEMPTS:
+            self._fail(request_id, RequestLost(f"request {request_id} failed {MAX_ATTEMPTS} times: {reason}"))
+            return
+        if flight.emitted and (split.choose(flight.request).mode is not Mode.FIRST_TOKEN):
+            self._fail(request_id, RequestLost(f"{reason}; its sampling state cannot be continued elsewhere"))
+            return
+        flight.attempt += 1
+        try:
+            flight.route = route(self._loads(), Mode.UNDIVIDED, f"after a failure: {reason}")
+        except NoWorker as error:
+            self._fail(request_id, error)
+            return
+        logger.warning("request %s: %s; trying again on %s", request_id, reason, flight.route.decode)
+        self._launch(flight)
+
+    def _loads(self) -> list[WorkerLoad]:
+        return [
+            WorkerLoad(w.info.name, w.info.role, w.alive, w.prefill_tokens, w.running)
+            for w in self._workers.values()
+        ]

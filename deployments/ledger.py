@@ -1,0 +1,115 @@
+"""Where a request's time went: stages between moments on one clock, kept per request.
+
+Moments are noted by the gateway on its own monotonic clock; those noted by workers are
+converted to it with the offset measured when the gateway connected to them. A stage is the
+time between two consecutive moments of a chain, so a chain's stages add up to its length.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+FIRST_TOKEN_CHAIN = (
+    ("tokenize", "arrived", "tokenized"),
+    ("route", "tokenized", "routed"),
+    ("submit", "routed", "prefill.accepted"),
+    ("queue", "prefill.accepted", "prefill.scheduled"),
+    ("prefill", "prefill.scheduled", "prefill.output"),
+    ("return", "prefill.output", "first_token"),
+    ("stream", "first_token", "sent"),
+)
+"""Stages from the request's arrival at the gateway to its first token's departure."""
+
+HANDOVER_CHAIN = (
+    ("publish", "prefill.output", "peer.published"),
+    ("wire", "peer.published", "decode.fetched"),
+    ("scatter", "decode.fetched", "decode.loaded"),
+    ("decode_queue", "decode.loaded", "decode.scheduled"),
+    ("first_step", "decode.scheduled", "decode.output"),
+    ("decode_return", "decode.output", "decode_token"),
+)
+"""Stages from the end of prefill to decode's first token at the gateway."""
+
+KEPT = 2048
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of one request.
+
+    Attributes:
+        request_id: as the client sees it.
+        moments: name to seconds on the gateway's clock.
+        facts: workers, nodes, mode, transport, bytes and whatever else is worth telling.
+
+    """
+
+    request_id: str
+    moments: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
+
+    def note(self, moment: str, at: float | None = None) -> None:
+        """Note a moment once, now or at a given time on the gateway's clock."""
+        self.moments.setdefault(moment, time.monotonic() if at is None else at)
+
+    def note_worker(self, role: str, marks: Iterable[tuple[str, float]], offset: float, peer: float) -> None:
+        """Note a worker's marks.
+
+        Args:
+            role: ``prefill`` or ``decode``: prefixed to the stage.
+            marks: (stage, seconds on the worker's clock).
+            offset: worker's clock minus the gateway's, seconds.
+            peer: the same for the prefill worker, for stages named ``peer.*``.
+
+        """
+        for stage, at in marks:
+            if stage.startswith("peer."):
+                self.note(stage, at - peer)
+            else:
+                self.note(f"{role}.{stage}", at - offset)
+
+    def stages_ms(self) -> dict[str, float]:
+        """Return the stages whose two moments are known, in milliseconds.
+
+        A handover that overlaps prefill completely has moments out of order: a stage that
+        would be negative is reported as it is, so that chains still add up.
+        """
+        return {
+            stage: (self.moments[end] - self.moments[start]) * 1e3
+            for stage, start, end in (*FIRST_TOKEN_CHAIN, *HANDOVER_CHAIN)
+            if start in self.moments and end in self.moments
+        }
+
+    def as_json(self) -> Mapping[str, object]:
+        """Return the record for the HTTP endpoint."""
+        return {
+            "request_id": self.request_id,
+            **self.facts,
+            "moments": self.moments,
+            "ledger_ms": {stage: round(ms, 3) for stage, ms in self.stages_ms().items()},
+        }
+
+
+current: ContextVar[Record | None] = ContextVar("handoff_record", default=None)
+"""The record of the HTTP request that is being handled; set by the gateway's middleware."""
+
+
+class Ledger:
+    """The records of the most recent requests."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[str, Record] = OrderedDict()
+
+    def keep(self, record: Record) -> None:
+        """Keep a record; the oldest goes when there are too many."""
+        self._records[record.request_id] = record
+        while len(self._records) > KEPT:
+            self._records.popitem(last=False)
+
+    def get(self, request_id: str) -> Record | None:
+        """Return the record of a request, if it is still kept."""
+        return self._records.get(request_id)

@@ -1,0 +1,139 @@
+"""Starts the worker actors where placement says, and checks that they belong together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.errors import EngineStartError
+from actors.fingerprint import require_same
+from actors.messages import WorkerInfo, WorkerSpec
+from actors.peers import NAMESPACE
+from actors.worker import Worker
+from cluster.file import ClusterFile
+from cluster.nodes import snapshot
+from cluster.placement import Placement, WorkerAsk, place
+from deployments.errors import StartError
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+SCHEDULED_WITHIN_S = 10.0
+"""A worker that Ray has not started by then never will: what it needs has gone since it was placed."""
+STARTED_WITHIN_S = 600.0
+RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedWorker:
+    """A started worker: its actor and what it told about itself."""
+
+    handle: Any
+    info: WorkerInfo
+
+
+def start_workers(file: ClusterFile, progress: Progress) -> list[PlacedWorker]:
+    """Place, start and connect all workers of a cluster file.
+
+    Raises:
+        cluster.errors.PlacementError: a worker fits on no node; says what each node offers.
+        EngineStartError: vLLM refused the model or the options.
+        ModelFilesDiffer: two nodes have different model files.
+        kv.errors.LayoutMismatch: two workers' KV caches cannot be exchanged.
+        StartError: a worker did not start in time.
+
+    On any error the workers that were started are ended.
+
+    """
+    asks = {ask.name: ask for ask in file.asks()}
+    placements = place(list(asks.values()), snapshot())
+    handles: dict[str, Any] = {}
+    try:
+        for placement in placements:
+            ask = asks[placement.worker]
+            spec = WorkerSpec(
+                name=ask.name,
+                role=ask.role,
+                model=file.model_on(placement.node_name),
+                engine=file.engine_for(ask.role, placement.node_name),
+            )
+            handles[ask.name] = _create(spec, ask, placement)
+            progress(f"{ask.name} goes to node {placement.node_name}")
+        infos = _wait_started(handles, progress)
+        require_same(infos)
+        layouts = [(info.name, info.layout) for info in infos]
+        ray.get(
+            [handles[name].connect.remote([p for p in layouts if p[0] != name]) for name in handles],
+            timeout=60,
+        )
+    except BaseException:
+        stop_workers(list(handles.values()))
+        raise
+    return [PlacedWorker(handles[info.name], info) for info in infos]
+
+
+def stop_workers(handles: Sequence[Any]) -> None:
+    """End worker actors at once."""
+    for handle in handles:
+        ray.kill(handle, no_restart=True)
+
+
+def _create(spec: WorkerSpec, ask: WorkerAsk, placement: Placement) -> Any:
+    return (
+        ray.remote(Worker)
+        .options(
+            name=spec.name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=ask.cpus,
+            num_gpus=ask.gpus,
+            resources=placement.resources,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(placement.node_id, soft=False),
+            max_restarts=RESTARTS,
+            max_concurrency=10_000,
+        )
+        .remote(spec)
+    )
+
+
+def _wait_started(handles: dict[str, Any], progress: Progress) -> list[WorkerInfo]:
+    started = time.monotonic()
+    scheduled = {handle.clock.remote(): name for name, handle in handles.items()}
+    _, unscheduled = ray.wait(list(scheduled), num_returns=len(scheduled), timeout=SCHEDULED_WITHIN_S + 20)
+    if unscheduled:
+        names = ", ".join(scheduled[reference] for reference in unscheduled)
+        raise StartError(f"Ray has not started {names}; see `handoff status` for what the nodes have free")
+    pending = {handle.start.remote(): name for name, handle in handles.items()}
+    infos: dict[str, WorkerInfo] = {}
+    while pending:
+        done, _ = ray.wait(list(pending), timeout=5)
+        waited = time.monotonic() - started
+        if waited > STARTED_WITHIN_S:
+            raise StartError(
+                f"{', '.join(pending.values())} not ready after {waited:.0f} s; see the cluster's logs"
+            )
+        for reference in done:
+            name = pending.pop(reference)
+            infos[name] = _result(reference)
+            info = infos[name]
+            progress(f"{name} is ready on {info.node} after {waited:.0f} s: {info.kv_blocks} KV blocks")
+        if not done:
+            progress(f"waiting for {', '.join(pending.values())} to load the model ({waited:.0f} s)")
+    return [infos[name] for name in handles]
+
+
+def _result(reference: Any) -> WorkerInfo:
+    try:
+        info: WorkerInfo = ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else EngineStartError(str(error)) from None
+    except ray.exceptions.RayActorError as error:
+        raise StartError(f"a worker's process ended while it started: {error}") from error
+    return info
