@@ -66,9 +66,11 @@ class SchedulerSide:
         self._opened: list[tuple[str, Target]] = []
 
     def bind(self, blocks: KVCacheManager) -> None:
+        """Take the manager that knows which blocks a request has."""
         self._blocks = blocks
 
     def on_new_request(self, request: Request) -> None:
+        """Start following a request that is prefilled for another worker."""
         handover = _handover_of(request)
         if isinstance(handover, SendTo):
             self._sending[request.request_id] = request
@@ -92,6 +94,7 @@ class SchedulerSide:
         return 0, False
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Blocks were allocated; ``external`` tokens of them come from elsewhere."""
         handover = _handover_of(request)
         if external == 0 or not isinstance(handover, ReceiveFrom):
             return
@@ -101,6 +104,7 @@ class SchedulerSide:
         self._opened.append((request.request_id, Target(block_ids, skip=end - external, end=end)))
 
     def plan(self, step: SchedulerOutput) -> StepPlan:
+        """Say what this step makes valid and which loads can start."""
         plan = StepPlan(preempted=bool(step.preempted_req_ids))
         plan.opened, self._opened = self._opened, []
         assert self._blocks is not None
@@ -150,6 +154,7 @@ class WorkerSide:
             self._link.sender.settle(SETTLE_TIMEOUT_S)
 
     def load(self, plan: StepPlan) -> None:
+        """Blocks were allocated for these requests: write what arrives into them."""
         for request_id, target in plan.opened:
             self._link.receiver.open(request_id, target)
         plan.opened = []
@@ -161,6 +166,7 @@ class WorkerSide:
             self._link.sender.valid(request_id, blocks, end)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
+        """Return (sent, received) requests that the scheduler may go on with."""
         sent, received = self._link.sender.take_finished(), self._link.receiver.take_finished()
         if sent or received:
             self._link.wake()  # the scheduler acts on them in the next step

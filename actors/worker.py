@@ -266,7 +266,8 @@ class Worker:
 
     def _put(self, client: int, batch: OutputBatch) -> None:
         def put() -> None:
-            if (queue := self._queues.get(client)) is not None:
+            queue = self._queues.get(client)
+            if queue is not None:
                 queue.put_nowait(batch)
 
         self._loop.call_soon_threadsafe(put)
@@ -293,6 +294,7 @@ def _close(receiver: Receiver, request_id: str, core: object) -> None:
 ENGINE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # the receiver's own threads block, not the event loop
 }
 
 

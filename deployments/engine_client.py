@@ -54,7 +54,7 @@ class ClusterEngineClient(EngineClient):
 
     # -- generation -----------------------------------------------------------------------------
 
-    async def generate(  # type: ignore[override]
+    async def generate(
         self,
         prompt: Any,
         sampling_params: SamplingParams,
@@ -202,7 +202,7 @@ class ClusterEngineClient(EngineClient):
 
     # -- what a cluster of engines does not offer -------------------------------------------------
 
-    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]
+    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Pooling models have no decode phase to hand over to."""
         raise VLLMValidationError("pooling is not served; use vLLM itself for embedding models")
         yield

@@ -75,7 +75,8 @@ def server_arguments(spec: GatewaySpec) -> Namespace:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    return parser.parse_args(["--model", spec.model, "--served-model-name", spec.served_name])
+    arguments: Namespace = parser.parse_args(["--model", spec.model, "--served-model-name", spec.served_name])
+    return arguments
 
 
 def ledger_routes(engine: ClusterEngineClient) -> APIRouter:

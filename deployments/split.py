@@ -72,7 +72,7 @@ def _sampling_state(params: SamplingParams) -> str | None:
         "bad_words": bool(params.bad_words),
         "thinking_token_budget": params.thinking_token_budget is not None,
         "repetition_detection": params.repetition_detection is not None,
-        "watermarking": params.watermarking is not None,
+        "watermarking": bool(params.watermarking),
         "extra_args": bool(params.extra_args),
     }
     return next((name for name, keeps in stateful.items() if keeps), None)

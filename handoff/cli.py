@@ -21,7 +21,7 @@ from typing import Annotated, Final
 
 import typer
 
-from handoff import console, model, nodes
+from handoff import console, model, nodes, serve
 
 app = typer.Typer(
     name="handoff",
@@ -32,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS: Final = (nodes,)
+_COMMANDS: Final = (nodes, serve)
 _GROUPS: Final = {"model": model}
 
 
