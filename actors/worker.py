@@ -213,11 +213,9 @@ class Worker:
                 self._put(client, OutputBatch(encode_outputs(batch), marks=marks, kv_bytes=kv_bytes))
 
     def died(self, error: BaseException) -> None:
-        """See ``engine.Outputs``."""
-        failure = WorkerError(f"worker {self._spec.name}: the engine died: {error!r}")
-        self._loop.call_soon_threadsafe(
-            lambda: [queue.put_nowait(failure) for queue in self._queues.values()]
-        )
+        """See ``engine.Outputs``: an engine cannot be mended, so the process ends and Ray starts another."""
+        logging.shutdown()
+        os._exit(1)
 
     def _build(self) -> Any:
         from vllm.transformers_utils.repo_utils import get_model_path

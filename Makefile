@@ -1,0 +1,61 @@
+# Everything a newcomer needs: `make demo` shows it work, `make test` runs the tests.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(shell command -v uv || echo .uv/bin/uv)
+REQUIREMENTS ?= requirements/cpu.txt
+INSTALLED := $(VENV)/installed
+PACKAGES := handoff experiments deployments actors cluster kv
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench-serve lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## Install everything into .venv (about 5 GB, mostly PyTorch)
+
+demo: setup ## Two Ray nodes, real prompts, a KV cache that crosses between them (MODEL=path or hub id)
+	$(BIN)/handoff demo $(if $(MODEL),--model "$(MODEL)")
+
+test: setup ## Run all tests (real vLLM engines on real Ray nodes; some minutes)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## Formatting, lint, types, import arrows
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## Format and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench-serve: setup ## Time to first token and per token, against plain vLLM, interleaved: results/bench-serve.json
+	$(BIN)/handoff bench serve $(ARGS)
+
+lock: $(UV) ## Compile the pinned requirements from pyproject.toml
+	$(UV) pip compile -q pyproject.toml --extra cpu --extra dev --python-version 3.11 \
+		--no-emit-index-url --no-header --no-annotate -o requirements/cpu.txt
+	$(UV) pip compile -q pyproject.toml --extra cuda --extra dev --python-version 3.11 \
+		--no-emit-index-url --no-header --no-annotate -o requirements/cuda.txt
+
+clean: ## Remove what `make` made: the environment, models, caches
+	rm -rf $(VENV) .uv models .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info build
+
+# uv installs the pinned set in seconds where pip takes minutes; it comes from PyPI if it is not there.
+.uv/bin/uv:
+	@echo "getting uv from PyPI"
+	$(PYTHON) -m venv .uv
+	.uv/bin/pip install -q uv
+
+$(INSTALLED): $(REQUIREMENTS) pyproject.toml | $(UV)
+	@echo "installing $(REQUIREMENTS) into $(VENV): about 5 GB, a minute or more"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $$($(PYTHON) --version) is too old; set PYTHON= to Python 3.11 or newer"; exit 1; }
+	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
+	$(UV) pip sync -q --python $(BIN)/python $(REQUIREMENTS)
+	$(UV) pip install -q --python $(BIN)/python --no-deps -e .
+	@touch $@
+	@echo "installed; next: make demo, or make test"
