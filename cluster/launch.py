@@ -11,7 +11,7 @@ telling as on a real cluster.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -30,13 +30,36 @@ MARKER: Final = "HANDOFF_CLUSTER"
 NODE_NAME: Final = "HANDOFF_NODE_NAME"
 
 
+AGENT_PORTS: Final = (
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "runtime-env-agent-port",
+    "metrics-export-port",
+)
+"""Ports that every node needs. Left to choose one itself, a raylet waits for its agents to tell, and gives up
+after 15 s, which is not enough for several nodes that start on a busy machine."""
+
+
 @dataclass(frozen=True)
 class Ports:
-    """Ports of the services that only the head node has."""
+    """Free ports: for services that only the head has, and for the agents of each node, the head first."""
 
     gcs: int
     client: int
     dashboard: int
+    agents: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def needed(nodes: int) -> int:
+        """How many ports a cluster of `nodes` nodes needs, the head counted."""
+        return 3 + len(AGENT_PORTS) * nodes
+
+    @classmethod
+    def of(cls, free: Sequence[int]) -> "Ports":
+        """Deal out `free`, as many as `needed` says."""
+        size = len(AGENT_PORTS)
+        agents = tuple(tuple(free[start : start + size]) for start in range(3, len(free), size))
+        return cls(free[0], free[1], free[2], agents)
 
 
 @dataclass(frozen=True)
@@ -53,11 +76,12 @@ class NodeLaunch:
 
 def launches(file: ClusterFile, temp_dir: Path, ports: Ports, cores: Sequence[int]) -> list[NodeLaunch]:
     """All nodes to start, the head first. `cores` are the CPUs that this process may run on."""
-    address = f"{FIRST_ADDRESS}:{ports.gcs}"
+    gcs = f"{FIRST_ADDRESS}:{ports.gcs}"
     binds = cpu_binds(file, cores)
-    nodes = [_head(file, temp_dir / "0", ports)]
+    nodes = [_head(file, _common(HEAD, 0, temp_dir, ports), ports)]
     for index, node in enumerate(file.each_node(), start=1):
-        nodes.append(_node(file, node, index, temp_dir / str(index), address, binds[node.name]))
+        common = _common(node.name, index, temp_dir, ports)
+        nodes.append(_node(file, node, _address(index), gcs, common, binds[node.name]))
     return nodes
 
 
@@ -108,7 +132,7 @@ UNWANTED: Final = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "RAY_NAMESPACE
 """Variables of the caller that would redirect the nodes to another cluster."""
 
 
-def _head(file: ClusterFile, temp_dir: Path, ports: Ports) -> NodeLaunch:
+def _head(file: ClusterFile, common: Iterable[str], ports: Ports) -> NodeLaunch:
     replicas = file.gateway.replicas
     argv = (
         "--head",
@@ -124,14 +148,15 @@ def _head(file: ClusterFile, temp_dir: Path, ports: Ports) -> NodeLaunch:
         f"--object-store-memory={HEAD_OBJECT_STORE}",
         f"--resources={json.dumps({GATEWAY: replicas})}",
         f"--labels={LABEL_NODE}={HEAD},{LABEL_ROLE}={GATEWAY}",
-        *_common(HEAD, str(FIRST_ADDRESS), temp_dir),
+        *common,
     )
-    return NodeLaunch(HEAD, HEAD, GATEWAY, str(FIRST_ADDRESS), argv, {NODE_NAME: HEAD})
+    return NodeLaunch(HEAD, HEAD, GATEWAY, _address(0), argv, {NODE_NAME: HEAD})
 
 
-def _node(file: ClusterFile, node: Node, index: int, temp_dir: Path, gcs: str, bind: str) -> NodeLaunch:
+def _node(
+    file: ClusterFile, node: Node, address: str, gcs: str, common: Iterable[str], bind: str
+) -> NodeLaunch:
     spec = node.spec
-    address = str(FIRST_ADDRESS + index)
     labels = {LABEL_NODE: node.name, LABEL_GROUP: node.group, LABEL_ROLE: spec.role, **spec.labels}
     argv = (
         f"--address={gcs}",
@@ -141,23 +166,28 @@ def _node(file: ClusterFile, node: Node, index: int, temp_dir: Path, gcs: str, b
         f"--object-store-memory={spec.object_store}",
         f"--resources={json.dumps(file.resources_of(node))}",
         f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
-        *_common(node.name, address, temp_dir),
+        *common,
     )
     env = {NODE_NAME: node.name, "VLLM_CPU_OMP_THREADS_BIND": bind}
     return NodeLaunch(node.name, node.group, spec.role, address, argv, env)
 
 
-def _common(name: str, address: str, temp_dir: Path) -> Iterator[str]:
+def _address(index: int) -> str:
+    return str(FIRST_ADDRESS + index)
+
+
+def _common(name: str, index: int, temp_dir: Path, ports: Ports) -> Iterator[str]:
     yield "--block"
     yield f"--node-name={name}"
-    yield f"--node-ip-address={address}"
+    yield f"--node-ip-address={_address(index)}"
     # One folder for each node: raylets that start at the same moment in one folder choose the same socket
     # names.
-    yield f"--temp-dir={temp_dir}"
-    # 0 is any free port; the default is one fixed range, or port, for all nodes.
+    yield f"--temp-dir={temp_dir / str(index)}"
+    # 0 is any free port; the default is one fixed range for all nodes.
     yield "--min-worker-port=0"
     yield "--max-worker-port=0"
-    yield "--dashboard-agent-listen-port=0"
+    for option, port in zip(AGENT_PORTS, ports.agents[index], strict=True):
+        yield f"--{option}={port}"
     yield "--include-log-monitor=false"
     yield "--disable-usage-stats"
     yield "--log-style=record"

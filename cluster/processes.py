@@ -34,6 +34,15 @@ def carries(pid: int, marker: str) -> bool:
         return False
 
 
+def has_dead_child(pid: int, names: Collection[str]) -> bool:
+    """Whether a child of `pid` with one of `names` has ended, and `pid` has not yet asked how."""
+    try:
+        children = psutil.Process(pid).children()
+        return any(child.name() in names and child.status() == psutil.STATUS_ZOMBIE for child in children)
+    except psutil.Error:
+        return False
+
+
 def end(marker: str, spare: Collection[int] = (), within_s: float = 10.0) -> list[psutil.Process]:
     """Kill the processes of the cluster, until none is left. Returns those alive after `within_s` seconds.
 

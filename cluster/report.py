@@ -25,12 +25,12 @@ class NodeReport:
     free: Mapping[str, float]
 
     def share(self, resource: str) -> str:
-        """Free and total amount of a resource: "1 of 2"; "-" if the node has none."""
+        """Free and total amount of a resource: "1/2"; "-" if the node has none."""
         total = self.total.get(resource, 0.0)
-        return f"{self.free.get(resource, 0.0):g} of {total:g}" if total else "-"
+        return f"{self.free.get(resource, 0.0):g}/{total:g}" if total else "-"
 
     def slots(self) -> str:
-        """Free and total slots of each role: "prefill 0 of 1"."""
+        """Free and total slots of each role: "prefill 0/1"."""
         roles = [role for role in (*ROLES, GATEWAY) if self.total.get(role)]
         return ", ".join(f"{role} {self.share(role)}" for role in roles) or "-"
 

@@ -116,6 +116,9 @@ class Start:
             self.state.keep_logs()
         log = self.state.log_of(node)
         tail = _tail(log if log.exists() else self.state.failed / log.name)  # moved once cleaned up
+        for index, launch in enumerate(self.plan.nodes):
+            if launch.name == node:
+                tail += _fatal(self.plan.temp_dir / str(index))
         return BringUpError(f"node {node} {what}. Its last lines:\n{tail}\nAll logs: {self.state.failed}")
 
 
@@ -166,14 +169,14 @@ def _lock(state: StateDir, name: str) -> int:
 def _plan(file: ClusterFile) -> Plan:
     # Unix socket paths end at 107 bytes, and Ray's own part takes about 70 of them.
     temp_dir = Path(tempfile.mkdtemp(prefix=f"handoff-{file.name[:10]}-", dir="/tmp"))
-    gcs, client, dashboard = free_ports(3)
+    ports = Ports.of(free_ports(Ports.needed(1 + len(list(file.each_node())))))
     cores = sorted(os.sched_getaffinity(0))
     return Plan(
         marker=f"{file.name}:{secrets.token_hex(8)}",
-        address=f"{FIRST_ADDRESS}:{gcs}",
+        address=f"{FIRST_ADDRESS}:{ports.gcs}",
         temp_dir=temp_dir,
         file=file,
-        nodes=tuple(launches(file, temp_dir, Ports(gcs, client, dashboard), cores)),
+        nodes=tuple(launches(file, temp_dir, ports, cores)),
     )
 
 
@@ -212,3 +215,13 @@ def _tail(log: Path, lines: int = 15) -> str:
     except OSError:
         return "  (no log)"
     return "\n".join(f"  {line}" for line in text.strip().splitlines()[-lines:]) or "  (nothing was printed)"
+
+
+def _fatal(temp_dir: Path) -> str:
+    """Why a process of the node gave up, if it left word: the first line of its standard error."""
+    lines = []
+    for log in sorted(temp_dir.glob("session_2*/logs/*.err")):
+        if log.name.startswith(("raylet", "gcs_server")) and log.stat().st_size:
+            with log.open(encoding="utf-8", errors="replace") as file:
+                lines.append(f"\n  {log.stem}: {file.readline().strip()[:600]}")
+    return "".join(lines)

@@ -23,6 +23,7 @@ from typing import Final
 from cluster.launch import NodeLaunch
 from cluster.names import HEAD
 from cluster.network import accepts
+from cluster.processes import has_dead_child
 from cluster.state import NodeStatus, Plan, StateDir, Status
 
 KEEP: Final = b"keep"
@@ -43,6 +44,7 @@ class Supervisor:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._statuses = {node.name: NodeStatus() for node in plan.nodes}
         self._stopping = False
+        self._next_look = 0.0
 
     def stop(self, _signal: int = 0, _frame: FrameType | None = None) -> None:
         """Make `run` end the nodes and return. Fit to be a signal handler."""
@@ -59,6 +61,7 @@ class Supervisor:
                     self._start(node)
                 others = []
                 self._save()
+            self._end_broken_starts()
             self._note_deaths()
             self._read_lifeline()
         self._end_nodes()
@@ -85,6 +88,18 @@ class Supervisor:
                 print(f"node {name} ended with exit code {code}", flush=True)
                 if name == HEAD:
                     self.stop()  # without the head's services no node can be used or restarted
+
+    def _end_broken_starts(self) -> None:
+        """End a `ray start` whose raylet or control store has died.
+
+        Once it runs it notices such a death itself; while it starts it waits in vain for more than a minute.
+        """
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + 1.0
+        for process in self._processes.values():
+            if process.poll() is None and has_dead_child(process.pid, ("raylet", "gcs_server")):
+                process.kill()
 
     def _read_lifeline(self) -> None:
         if self._lifeline is None:

@@ -98,7 +98,7 @@ def _table(cluster: LocalCluster, nodes: list[NodeReport]) -> Table:
         box=None,
     )
     for column in ("node", "role", "address", "state", "cpus free", "gpus free", "slots free", "store"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     for node in nodes:
         style = {"alive": "green", "dead": "red"}.get(node.state, "yellow")
         table.add_row(
