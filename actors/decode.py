@@ -53,17 +53,42 @@ class _Incoming:
     """A request whose KV is on its way. Guarded by the receiver's lock."""
 
     deadline: float
+    expected: bool = False
     target: Target | None = None
-    seen: set[int] = field(default_factory=set)
+    tokens: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of each chunk that came: which tokens it says it holds."""
     parked: list[tuple[Chunk, list[Run]]] = field(default_factory=list)
     fetching: int = 0
     written: int = 0
     end: HandoverEnd | None = None
     reported: bool = False
+    failed: bool = False
 
     @property
     def complete(self) -> bool:
         return self.target is not None and self.end is not None and self.written == self.end.chunks
+
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing is waited for, even if no blocks were opened (all of it was cached here)."""
+        here = self.written + len(self.parked)
+        return self.end is not None and self.fetching == 0 and here == self.end.chunks
+
+    def gap(self) -> str | None:
+        """Of a complete request: say what is wrong if the chunks do not make up the prompt, end to end."""
+        assert self.target is not None
+        assert self.end is not None
+        reached = 0
+        for index in range(self.end.chunks):
+            if index not in self.tokens:
+                return f"of {self.end.chunks} chunks, number {index} did not come"
+            start, end = self.tokens[index]
+            if start != reached:
+                return f"chunk {index} holds tokens {start}-{end}, expected them from {reached}"
+            reached = end
+        if reached != self.end.tokens or reached < self.target.end:
+            return f"KV of {reached} tokens came, expected {max(self.end.tokens, self.target.end)} tokens"
+        return None
 
 
 class Receiver:
@@ -103,14 +128,16 @@ class Receiver:
         """A request was accepted whose KV must be complete within ``timeout_s``."""
         with self._lock:
             incoming = self._incoming.setdefault(request_id, _Incoming(0.0))
-            incoming.deadline = time.monotonic() + timeout_s
+            incoming.deadline, incoming.expected = time.monotonic() + timeout_s, True
 
     def sweep(self) -> None:
         """Fail every request whose deadline has passed. Called a few times a second."""
         now = time.monotonic()
         with self._lock:
             late = [
-                (rid, inc) for rid, inc in self._incoming.items() if now > inc.deadline and not inc.complete
+                (rid, inc)
+                for rid, inc in self._incoming.items()
+                if now > inc.deadline and not (inc.expected and inc.arrived)
             ]
         for request_id, incoming in late:
             chunks = "an unknown number" if incoming.end is None else incoming.end.chunks
@@ -134,10 +161,10 @@ class Receiver:
             if isinstance(delivery, HandoverEnd):
                 incoming.end = delivery
             elif isinstance(delivery, Chunk):
-                if delivery.header.index in incoming.seen:
+                if delivery.header.index in incoming.tokens:
                     logger.warning("request %s: chunk %d came twice", request_id, delivery.header.index)
                     return
-                incoming.seen.add(delivery.header.index)
+                incoming.tokens[delivery.header.index] = delivery.header.tokens
                 incoming.fetching += 1
         if isinstance(delivery, HandoverFailed):
             self._fail(request_id, delivery.reason)
@@ -239,7 +266,7 @@ class Receiver:
         self._release_slot(request_id, incoming)
 
     def _scatter(self, target: Target, chunk: Chunk, payload: list[Run]) -> None:
-        """Write the chunk's blocks that this engine wants: not those it has, nor those it did not allocate."""
+        """Write the chunk's blocks that this engine wants: not those it has, nor any it did not allocate."""
         cache, (start, end) = self._cache, chunk.header.tokens
         first, last = start // cache.block_size, cache.blocks_of(end)
         if len(payload) != (last - first) * cache.num_layers:
@@ -266,11 +293,11 @@ class Receiver:
         with self._lock:
             if request_id not in self._incoming or not incoming.complete or incoming.reported:
                 return
-            assert incoming.end is not None
-            if incoming.seen != set(range(incoming.end.chunks)):
+            if (gap := incoming.gap()) is None:
+                self._marks.note(request_id, "loaded")
+                self._report_if_quiet(request_id, incoming)
                 return
-            self._marks.note(request_id, "loaded")
-            self._report_if_quiet(request_id, incoming)
+        self._fail(request_id, gap)
 
     def _report_if_quiet(self, request_id: str, incoming: _Incoming) -> None:
         """Under the lock: hand the blocks back to the engine when no thread writes to them."""
@@ -282,8 +309,8 @@ class Receiver:
     def _fail(self, request_id: str, reason: str) -> None:
         with self._lock:
             incoming = self._incoming.get(request_id)
-            if incoming is None or incoming.reported:
+            if incoming is None or incoming.reported or incoming.failed:
                 return
-            incoming.deadline = float("inf")  # said once
+            incoming.failed = True
         logger.warning("request %s: handover failed: %s", request_id, reason)
         self._on_failed(request_id, reason)
