@@ -162,6 +162,7 @@ PRESETS = {
             heads=16,
             kv_heads=16,
             head_dim=128,
+            init=Init(attention=0.8, mlp=0.3),  # about twice the layers: less from each
         ),
     )
 }
