@@ -1,0 +1,101 @@
+import json
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.results import SCHEMA_VERSION, ResultError, Run, commit, load, p50, save
+
+
+def a_run(results: dict[str, Any] | None = None) -> Run:
+    samples = [{"system": "a", "ms": 1.5}, {"system": "b", "ms": 2.0}]
+    return Run.of(
+        "race", datetime(2026, 11, 21, tzinfo=UTC), {"repeats": 2}, results or {"won": "a"}, samples
+    )
+
+
+def test_a_saved_run_is_read_back_as_it_was(tmp_path: Path) -> None:
+    run = a_run()
+    save(run, tmp_path / "results" / "race.json")
+    assert load(tmp_path / "results" / "race.json", "race") == run
+
+
+def test_a_file_tells_what_was_measured_with_what_and_where(tmp_path: Path) -> None:
+    save(a_run(), tmp_path / "race.json")
+    data = json.loads((tmp_path / "race.json").read_text())
+    assert data["schema_version"] == SCHEMA_VERSION
+    assert data["won"] == "a"
+    assert data["parameters"] == {"repeats": 2}
+    assert data["samples"][1] == {"system": "b", "ms": 2.0}
+    assert data["started"] == "2026-11-21T00:00:00+00:00"
+    assert data["host"]["cores"] >= 1
+    assert data["versions"]["ray"]
+
+
+def test_saving_leaves_only_the_file(tmp_path: Path) -> None:
+    for _ in range(2):
+        save(a_run(), tmp_path / "race.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["race.json"]
+
+
+@pytest.mark.parametrize("name", ["kind", "samples", "host"])
+def test_results_cannot_hide_what_every_run_has(name: str) -> None:
+    with pytest.raises(ResultError, match=name):
+        a_run({name: 1}).as_json()
+
+
+def broken(change: dict[str, Any]) -> str:
+    return json.dumps(
+        {key: value for key, value in {**a_run().as_json(), **change}.items() if value != "gone"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "schema version"),
+        (broken({"schema_version": 99}), "schema version"),
+        (broken({"kind": "walk"}), "kind 'walk'"),
+        (broken({"samples": "gone"}), "'samples' is missing"),
+    ],
+)
+def test_what_is_no_such_run_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(ResultError, match=complaint) as caught:
+        load(path, "race")
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match="cannot be read"):
+        load(tmp_path / "none.json", "race")
+
+
+def test_the_commit_says_if_the_tree_has_changes(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    assert commit(tmp_path) is None
+    git("init")
+    (tmp_path / "results").mkdir()
+    for name in ("code.py", "results/run.json"):
+        (tmp_path / name).write_text("1")
+    git("add", ".")
+    git("commit", "--message=first")
+    clean = commit(tmp_path)
+    assert clean is not None
+    assert len(clean) == 40
+    (tmp_path / "results/run.json").write_text("2")  # what a run writes is no change of what is measured
+    assert commit(tmp_path) == clean
+    (tmp_path / "code.py").write_text("2")
+    assert commit(tmp_path) == f"{clean}+changes"
+
+
+def test_p50_is_the_median() -> None:
+    assert p50([3.0, 1.0, 2.0]) == 2.0
+    assert p50([1.0, 2.0]) == 1.5
