@@ -51,7 +51,7 @@ class StepPlan(KVConnectorMetadata):
 
     valid: list[tuple[str, list[int], int]] = field(default_factory=list)
     opened: list[tuple[str, Target]] = field(default_factory=list)
-    preempted: bool = False
+    preempted: frozenset[str] = frozenset()
 
 
 class SchedulerSide:
@@ -85,12 +85,14 @@ class SchedulerSide:
         if wanted > computed:
             return wanted - computed, True
         if not handover.first_token:
+            self._link.receiver.close(request.request_id)
             return 0, False
         # All KV is cached here already; only the first token is still to come.
         if (end := self._link.receiver.ended(request.request_id)) is None:
             return None, False
         self._loaded.add(request.request_id)
         seed_first_token(request, end.first_token)
+        self._link.receiver.close(request.request_id)
         return 0, False
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -105,7 +107,7 @@ class SchedulerSide:
 
     def plan(self, step: SchedulerOutput) -> StepPlan:
         """Say what this step makes valid and which loads can start."""
-        plan = StepPlan(preempted=bool(step.preempted_req_ids))
+        plan = StepPlan(preempted=frozenset(step.preempted_req_ids or ()) & self._sending.keys())
         plan.opened, self._opened = self._opened, []
         assert self._blocks is not None
         for request_id, computed in _computed_before(step):
@@ -151,7 +153,7 @@ class WorkerSide:
     def start(self, plan: StepPlan) -> None:
         """Before the forward pass: blocks may be overwritten from here on."""
         if plan.preempted:
-            self._link.sender.settle(SETTLE_TIMEOUT_S)
+            self._link.sender.preempted(plan.preempted, SETTLE_TIMEOUT_S)
 
     def load(self, plan: StepPlan) -> None:
         """Blocks were allocated for these requests: write what arrives into them."""

@@ -1,9 +1,9 @@
-"""Decode side of a handover: chunks are written into the engine's blocks as they arrive.
+"""Decode side of a handover: chunks are read into the engine's blocks as they are announced.
 
 Three parties meet here, in any order: the decode worker's engine, which allocates blocks
-for the request (``open``); the prefill worker, which delivers chunks and the end
-(``deliver``); and the gateway, which may abort (``close``). Threads of a small pool fetch,
-verify and write, so that the engine thread never waits for the wire.
+for the request (``open``); the prefill worker, which announces chunks and the end
+(``deliver``); and the gateway, which may abort (``close``). Threads of a small pool fetch
+and verify, so that the engine thread never waits for the wire.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from actors.marks import Marks
 from actors.messages import Chunk, Delivery, HandoverEnd, HandoverFailed
-from kv.chunk import KVLayout, Run
+from kv.chunk import KVLayout
 from kv.errors import ChunkCorrupt, KVError
 from kv.paged import PagedCache
 from kv.transport import Transport
@@ -48,17 +48,24 @@ class Target:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A chunk that was announced, and what to call once its payload is not needed any more."""
+
+    chunk: Chunk
+    done: Callable[[], None]
+
+
 @dataclass(slots=True)
 class _Incoming:
     """A request whose KV is on its way. Guarded by the receiver's lock."""
 
     deadline: float
-    expected: bool = False
     target: Target | None = None
     tokens: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of each chunk that came: which tokens it says it holds."""
-    parked: list[tuple[Chunk, list[Run]]] = field(default_factory=list)
-    fetching: int = 0
+    """Of each chunk that was announced: which tokens it says it holds."""
+    parked: list[_Arrival] = field(default_factory=list)
+    loading: int = 0
     written: int = 0
     end: HandoverEnd | None = None
     reported: bool = False
@@ -67,12 +74,6 @@ class _Incoming:
     @property
     def complete(self) -> bool:
         return self.target is not None and self.end is not None and self.written == self.end.chunks
-
-    @property
-    def arrived(self) -> bool:
-        """Whether nothing is waited for, even if no blocks were opened (all of it was cached here)."""
-        here = self.written + len(self.parked)
-        return self.end is not None and self.fetching == 0 and here == self.end.chunks
 
     def gap(self) -> str | None:
         """Of a complete request: say what is wrong if the chunks do not make up the prompt, end to end."""
@@ -119,7 +120,7 @@ class Receiver:
         self._incoming: dict[str, _Incoming] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._finished: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-receiver")
 
     # -- the gateway's side ---------------------------------------------------------------
@@ -128,16 +129,14 @@ class Receiver:
         """A request was accepted whose KV must be complete within ``timeout_s``."""
         with self._lock:
             incoming = self._incoming.setdefault(request_id, _Incoming(0.0))
-            incoming.deadline, incoming.expected = time.monotonic() + timeout_s, True
+            incoming.deadline = time.monotonic() + timeout_s
 
     def sweep(self) -> None:
         """Fail every request whose deadline has passed. Called a few times a second."""
         now = time.monotonic()
         with self._lock:
             late = [
-                (rid, inc)
-                for rid, inc in self._incoming.items()
-                if now > inc.deadline and not (inc.expected and inc.arrived)
+                (rid, inc) for rid, inc in self._incoming.items() if now > inc.deadline and not inc.reported
             ]
         for request_id, incoming in late:
             chunks = "an unknown number" if incoming.end is None else incoming.end.chunks
@@ -147,37 +146,50 @@ class Receiver:
 
     # -- the prefill worker's side ----------------------------------------------------------
 
-    def deliver(self, delivery: Delivery) -> None:
-        """Take a chunk, the end, or the failure of a handover. Never blocks."""
-        match delivery:
-            case Chunk(header=header):
-                request_id = header.request_id
-            case HandoverEnd(request_id=request_id) | HandoverFailed(request_id=request_id):
-                pass
+    def deliver(self, delivery: Delivery, done: Callable[[], None]) -> None:
+        """Take a chunk, the end, or the failure of a handover. Never blocks.
+
+        ``done`` is called exactly once, when the payload has been written or will never be
+        wanted: from then on the sender may withdraw it.
+        """
+        if isinstance(delivery, Chunk):
+            self._announce(_Arrival(delivery, done))
+            return
         with self._lock:
-            if request_id in self._closed:
-                return
-            incoming = self._incoming.setdefault(request_id, _Incoming(time.monotonic() + UNCLAIMED_LEASE_S))
-            if isinstance(delivery, HandoverEnd):
+            incoming = self._claim(delivery.request_id)
+            if incoming is not None and isinstance(delivery, HandoverEnd):
                 incoming.end = delivery
-            elif isinstance(delivery, Chunk):
-                if delivery.header.index in incoming.tokens:
-                    logger.warning("request %s: chunk %d came twice", request_id, delivery.header.index)
-                    return
-                incoming.tokens[delivery.header.index] = delivery.header.tokens
-                incoming.fetching += 1
+                self._report_if_complete(delivery.request_id, incoming)
         if isinstance(delivery, HandoverFailed):
-            self._fail(request_id, delivery.reason)
-        elif isinstance(delivery, Chunk):
-            self._pool.submit(self._fetch, request_id, incoming, delivery)
-        else:
-            self._settle(request_id, incoming)
-            self._wake()
+            self._fail(delivery.request_id, delivery.reason)
+        self._wake()
+        done()
+
+    def _announce(self, arrival: _Arrival) -> None:
+        header = arrival.chunk.header
+        with self._lock:
+            incoming = self._claim(header.request_id)
+            if incoming is not None and header.index not in incoming.tokens:
+                incoming.tokens[header.index] = header.tokens
+                if incoming.target is None:
+                    incoming.parked.append(arrival)
+                else:
+                    self._load_soon(header.request_id, incoming, arrival)
+                return
+        if incoming is not None:
+            logger.warning("request %s: chunk %d came twice", header.request_id, header.index)
+        arrival.done()
+
+    def _claim(self, request_id: str) -> _Incoming | None:
+        """Under the lock: return the request's state, made now if need be; None once it is closed."""
+        if request_id in self._closed:
+            return None
+        return self._incoming.setdefault(request_id, _Incoming(time.monotonic() + UNCLAIMED_LEASE_S))
 
     # -- the engine's side ------------------------------------------------------------------
 
     def open(self, request_id: str, target: Target) -> None:
-        """Blocks are allocated: write what has arrived, and what arrives from now on."""
+        """Blocks are allocated: load what has been announced, and what is from now on."""
         with self._lock:
             incoming = self._incoming.get(request_id)
             if incoming is None:  # closed, or never expected: nothing will come
@@ -186,10 +198,9 @@ class Receiver:
                 return
             incoming.target = target
             parked, incoming.parked = incoming.parked, []
-            incoming.fetching += len(parked)
-        for chunk, payload in parked:
-            self._pool.submit(self._write, request_id, incoming, chunk, payload)
-        self._settle(request_id, incoming)
+            for arrival in parked:
+                self._load_soon(request_id, incoming, arrival)
+            self._report_if_complete(request_id, incoming)
 
     def ended(self, request_id: str) -> HandoverEnd | None:
         """Return the end of the handover, once it has been delivered."""
@@ -204,7 +215,7 @@ class Receiver:
         return finished
 
     def close(self, request_id: str) -> None:
-        """The engine is done with the request: drop what is here, ignore what still comes.
+        """The engine wants nothing more for the request: drop what is here, ignore what still comes.
 
         If blocks were opened, they are reported by ``take_finished`` as soon as no thread
         writes to them any more.
@@ -214,15 +225,16 @@ class Receiver:
             self._closed[request_id] = None
             while len(self._closed) > CLOSED_KEPT:
                 self._closed.popitem(last=False)
-            if incoming is None:
-                return
-            incoming.parked.clear()
-            self._report_if_quiet(request_id, incoming)
+            parked = incoming.parked if incoming is not None else []
+            if incoming is not None:
+                self._report_if_quiet(request_id, incoming)
+        for arrival in parked:
+            arrival.done()
 
     def waiting(self) -> int:
         """Return how many handovers are under way."""
         with self._lock:
-            return len(self._incoming)
+            return sum(not incoming.reported for incoming in self._incoming.values())
 
     def stop(self) -> None:
         """Stop the pool; fetches under way end by their own deadline."""
@@ -230,78 +242,58 @@ class Receiver:
 
     # -- pool threads -----------------------------------------------------------------------
 
+    def _load_soon(self, request_id: str, incoming: _Incoming, arrival: _Arrival) -> None:
+        """Under the lock: hand a chunk to the pool."""
+        incoming.loading += 1
+        self._pool.submit(self._load, request_id, incoming, arrival)
+
+    def _load(self, request_id: str, incoming: _Incoming, arrival: _Arrival) -> None:
+        reason = None
+        try:
+            if self._incoming.get(request_id) is incoming:
+                self._fetch(request_id, incoming, arrival.chunk)
+        except Exception as error:
+            reason = str(error) if isinstance(error, KVError) else repr(error)
+        with self._lock:
+            incoming.loading -= 1
+            incoming.written += reason is None
+            if self._incoming.get(request_id) is incoming:
+                self._report_if_complete(request_id, incoming)
+            else:
+                self._report_if_quiet(request_id, incoming)
+        if reason is not None:
+            self._fail(request_id, reason)
+        arrival.done()
+
     def _fetch(self, request_id: str, incoming: _Incoming, chunk: Chunk) -> None:
-        try:
-            self._check_identity(request_id, chunk)
-            self._marks.note(request_id, "peer.published", last=True, at=chunk.published_at)
-            payload = self._transport.fetch(chunk.ticket, max(0.1, incoming.deadline - time.monotonic()))
-            self._marks.note(request_id, "fetched", last=True)
-            chunk.header.verify(payload)
-        except Exception as error:
-            self._release_slot(request_id, incoming)
-            self._fail(request_id, str(error) if isinstance(error, KVError) else repr(error))
-            return
-        with self._lock:
-            if incoming.target is None:
-                if request_id in self._incoming:
-                    incoming.parked.append((chunk, payload))
-                incoming.fetching -= 1
-                return
-        self._write(request_id, incoming, chunk, payload)
-
-    def _write(self, request_id: str, incoming: _Incoming, chunk: Chunk, payload: list[Run]) -> None:
-        try:
-            with self._lock:
-                alive = request_id in self._incoming
-            if alive:
-                assert incoming.target is not None
-                self._scatter(incoming.target, chunk, payload)
-                self._marks.note(request_id, "written", last=True)
-        except Exception as error:
-            self._release_slot(request_id, incoming)
-            self._fail(request_id, repr(error))
-            return
-        with self._lock:
-            incoming.written += 1
-        self._release_slot(request_id, incoming)
-
-    def _scatter(self, target: Target, chunk: Chunk, payload: list[Run]) -> None:
-        """Write the chunk's blocks that this engine wants: not those it has, nor any it did not allocate."""
-        cache, (start, end) = self._cache, chunk.header.tokens
-        first, last = start // cache.block_size, cache.blocks_of(end)
-        if len(payload) != (last - first) * cache.num_layers:
-            raise ChunkCorrupt(
-                chunk.header.request_id, "number of runs", (last - first) * cache.num_layers, len(payload)
-            )
-        low = min(max(first, target.skip // cache.block_size), last)
-        high = max(low, min(last, cache.blocks_of(target.end)))
-        cache.write(target.blocks[low:high], payload, slice(low - first, high - first))
-
-    def _check_identity(self, request_id: str, chunk: Chunk) -> None:
+        """Bring in a chunk's blocks: not those the engine has already, nor any it did not allocate."""
         if chunk.header.layout != self._layout:
             raise ChunkCorrupt(request_id, "layout", self._layout, chunk.header.layout)
+        target, cache = incoming.target, self._cache
+        assert target is not None
+        (start, end), size = chunk.header.tokens, cache.block_size
+        first, last = start // size, cache.blocks_of(end)
+        low, high = target.skip // size, cache.blocks_of(target.end)
+        into = cache.runs_within(target.blocks, first, last - first, low, high)
+        self._marks.note(request_id, "peer.published", last=True, at=chunk.published_at)
+        if any(run is not None for run in into):
+            self._transport.fetch(chunk.ticket, into, max(0.1, incoming.deadline - time.monotonic()))
+        self._marks.note(request_id, "fetched", last=True)
+        chunk.header.verify(into)
 
-    def _release_slot(self, request_id: str, incoming: _Incoming) -> None:
-        with self._lock:
-            incoming.fetching -= 1
-            if request_id not in self._incoming:
-                self._report_if_quiet(request_id, incoming)
-        self._settle(request_id, incoming)
-
-    def _settle(self, request_id: str, incoming: _Incoming) -> None:
-        """If everything has been written, tell the engine."""
-        with self._lock:
-            if request_id not in self._incoming or not incoming.complete or incoming.reported:
-                return
-            if (gap := incoming.gap()) is None:
-                self._marks.note(request_id, "loaded")
-                self._report_if_quiet(request_id, incoming)
-                return
-        self._fail(request_id, gap)
+    def _report_if_complete(self, request_id: str, incoming: _Incoming) -> None:
+        """Under the lock: if everything has been written, tell the engine."""
+        if not incoming.complete or incoming.reported or incoming.failed:
+            return
+        if (gap := incoming.gap()) is not None:
+            self._fail(request_id, gap)
+            return
+        self._marks.note(request_id, "loaded")
+        self._report_if_quiet(request_id, incoming)
 
     def _report_if_quiet(self, request_id: str, incoming: _Incoming) -> None:
         """Under the lock: hand the blocks back to the engine when no thread writes to them."""
-        if incoming.target is not None and incoming.fetching == 0 and not incoming.reported:
+        if incoming.target is not None and incoming.loading == 0 and not incoming.reported:
             incoming.reported = True
             self._finished.add(request_id)
             self._wake()

@@ -31,7 +31,7 @@ class Peers:
             return self._handles[name]
 
     def post(self, peer: str, delivery: Delivery, taken: Callable[[], None]) -> None:
-        """Send a delivery; ``taken`` is called once the peer has it, or cannot get it."""
+        """Send a delivery; ``taken`` is called once the peer is done with it, or cannot be reached."""
         try:
             reply = self.handle(peer).deliver.remote(delivery)
         except Exception as error:

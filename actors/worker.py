@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
+
 from actors.decode import Receiver
 from actors.engine import EngineLoop, add_request, build_core
 from actors.errors import EngineStartError, WorkerError
@@ -32,8 +34,10 @@ from actors.messages import (
     WorkerStats,
 )
 from actors.peers import Peers
+from actors.secret import data_plane_key
 from kv.chunk import KVLayout
 from kv.plasma import PlasmaTransport
+from kv.tcp import TcpTransport
 from kv.transport import Transport
 
 if TYPE_CHECKING:
@@ -190,8 +194,14 @@ class Worker:
                 await self.abort(left)
 
     async def deliver(self, delivery: Delivery) -> None:
-        """Take a part of a handover from another worker."""
-        self._link_now().receiver.deliver(delivery)
+        """Take a part of a handover from another worker; returns once its payload is not needed any more."""
+        done = asyncio.Event()
+
+        def finished() -> None:
+            self._loop.call_soon_threadsafe(done.set)
+
+        self._link_now().receiver.deliver(delivery, finished)
+        await done.wait()  # bounded by the receiver's deadlines
 
     # -- engine thread ------------------------------------------------------------------------
 
@@ -298,7 +308,8 @@ ENGINE_ENV = {
 
 def make_transport(name: str) -> Transport:
     """Return the transport of that name."""
-    factories = {"plasma": PlasmaTransport}
-    if name not in factories:
-        raise WorkerError(f"unknown transport {name!r}; there are: {', '.join(factories)}")
-    return factories[name]()
+    if name == "plasma":
+        return PlasmaTransport()
+    if name == "tcp":
+        return TcpTransport(ray.util.get_node_ip_address(), data_plane_key())
+    raise WorkerError(f"unknown transport {name!r}; there are: plasma, tcp")

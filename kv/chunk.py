@@ -7,7 +7,7 @@ together, so that a few large pieces cross the wire however many blocks they com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,8 +59,8 @@ class ChunkHeader:
         index: position in the request's sequence of chunks, from 0.
         tokens: half-open range of token positions ``[start, end)``.
         layers: half-open range of layers ``[start, end)``.
+        checksums: XXH3-64 of each run, in order.
         nbytes: payload size in bytes.
-        checksum: XXH3-64 over the runs in order.
 
     """
 
@@ -69,31 +69,46 @@ class ChunkHeader:
     index: int
     tokens: tuple[int, int]
     layers: tuple[int, int]
+    checksums: tuple[int, ...]
     nbytes: int
-    checksum: int
 
-    def verify(self, runs: Iterable[Run]) -> None:
-        """Check size and checksum of a payload; raise ``ChunkCorrupt`` naming which differs."""
-        checksum, nbytes = digest(runs)
-        if nbytes != self.nbytes:
-            raise ChunkCorrupt(self.request_id, f"size of chunk {self.index}", self.nbytes, nbytes)
-        if checksum != self.checksum:
-            raise ChunkCorrupt(
-                self.request_id,
-                f"checksum of chunk {self.index} (tokens {self.tokens[0]}-{self.tokens[1]})",
-                f"{self.checksum:016x}",
-                f"{checksum:016x}",
-            )
+    def verify(self, runs: Sequence[Run | None]) -> None:
+        """Check runs that have arrived (None: not asked for).
+
+        Raises ``ChunkCorrupt`` naming the first that differs.
+        """
+        if len(runs) != len(self.checksums):
+            raise ChunkCorrupt(self.request_id, f"runs of chunk {self.index}", len(self.checksums), len(runs))
+        for position, (run, expected) in enumerate(zip(runs, self.checksums, strict=True)):
+            if run is not None and (found := checksum(run)) != expected:
+                start, end = self.tokens
+                raise ChunkCorrupt(
+                    self.request_id,
+                    f"checksum of run {position} of chunk {self.index} (tokens {start}-{end})",
+                    f"{expected:016x}",
+                    f"{found:016x}",
+                )
 
 
-def digest(runs: Iterable[Run]) -> tuple[int, int]:
-    """Return (XXH3-64, total bytes) over the runs in order.
+def checksum(run: Run) -> int:
+    """Return XXH3-64 of a run.
 
     XXH3 keeps up with memory (https://xxhash.com); it detects corruption, it does not
     authenticate.
     """
-    state, nbytes = xxhash.xxh3_64(), 0
-    for run in runs:
-        state.update(run.data)
-        nbytes += run.nbytes
-    return state.intdigest(), nbytes
+    return xxhash.xxh3_64_intdigest(run.data)
+
+
+def copy_runs(name: str, payload: Sequence[Run], into: Sequence[Run | None]) -> None:
+    """Copy a payload into runs of the same sizes, except where ``into`` is None.
+
+    Raises ``ChunkCorrupt`` if the number of runs or a size differs; ``name`` goes in its message.
+    """
+    if len(payload) != len(into):
+        raise ChunkCorrupt(name, "number of runs", len(into), len(payload))
+    for source, target in zip(payload, into, strict=True):
+        if target is None:
+            continue
+        if source.nbytes != target.nbytes:
+            raise ChunkCorrupt(name, "size of a run", target.nbytes, source.nbytes)
+        target[:] = source

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kv.chunk import Run
+from kv.chunk import Run, copy_runs
 from kv.errors import PeerLost, StoreFull
 from kv.transport import Ticket
 
@@ -28,11 +28,9 @@ class MemoryTransport:
         self._payloads: dict[str, list[Run]] = {}
         self._lock = threading.Lock()
 
-    def publish(self, runs: Sequence[Run]) -> Ticket:
-        """See ``Transport.publish``."""
+    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+        """See ``Transport.publish``. Copies."""
         copies: list[Run] = [np.array(run) for run in runs]
-        for copy in copies:
-            copy.flags.writeable = False
         nbytes = sum(copy.nbytes for copy in copies)
         with self._lock:
             used = sum(run.nbytes for payload in self._payloads.values() for run in payload)
@@ -40,15 +38,16 @@ class MemoryTransport:
                 raise StoreFull(f"a chunk of {nbytes} bytes does not fit: {used} of {self._capacity} in use")
             ticket = uuid.uuid4().hex
             self._payloads[ticket] = copies
+        read()
         return ticket
 
-    def fetch(self, ticket: Ticket, timeout_s: float) -> list[Run]:
+    def fetch(self, ticket: Ticket, into: Sequence[Run | None], timeout_s: float) -> None:
         """See ``Transport.fetch``. Never waits: what is published is there."""
         with self._lock:
             payload = self._payloads.get(ticket)
         if payload is None:
             raise PeerLost(f"payload {ticket} has been released")
-        return payload
+        copy_runs(ticket, payload, into)
 
     def release(self, ticket: Ticket) -> None:
         """See ``Transport.release``."""

@@ -44,20 +44,23 @@ class PagedCache:
         """Return the runs that hold these blocks: layer by layer, block by block within a layer."""
         return [layer[block] for layer in self._layers for block in blocks]
 
-    def write(self, blocks: Sequence[int], payload: Sequence[Run], keep: slice) -> None:
-        """Copy a verified payload into blocks.
+    def runs_within(
+        self, blocks: Sequence[int], first: int, count: int, low: int, high: int
+    ) -> list[Run | None]:
+        """Return where the runs of a chunk go, None for those that are not wanted.
 
         Args:
-            blocks: target of each block in the payload that ``keep`` selects.
-            payload: runs in the order of ``runs``.
-            keep: which of the payload's blocks to write; the others are left alone.
+            blocks: the request's blocks, from token 0.
+            first: the request's block that the chunk starts with.
+            count: how many blocks the chunk has.
+            low: first block that is wanted, counted from the request's first.
+            high: one past the last.
 
         """
-        per_layer = len(payload) // self.num_layers
-        for index, layer in enumerate(self._layers):
-            sources = payload[index * per_layer : (index + 1) * per_layer][keep]
-            for block, source in zip(blocks, sources, strict=True):
-                layer[block] = source
+        wanted = [low <= first + i < high for i in range(count)]
+        return [
+            layer[blocks[first + i]] if wanted[i] else None for layer in self._layers for i in range(count)
+        ]
 
     def blocks_of(self, tokens: int) -> int:
         """Return how many blocks hold that many tokens."""

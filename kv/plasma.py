@@ -11,13 +11,12 @@ the receiver has dropped its views, or when the sender dies.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import ray
 from ray import exceptions as ray_errors
 
-from kv.chunk import Run
+from kv.chunk import Run, copy_runs
 from kv.errors import PeerLost, StoreFull, TransferTimeout
 from kv.transport import Ticket
 
@@ -35,8 +34,8 @@ class PlasmaTransport:
         self._held: dict[str, tuple[Ticket, int]] = {}
         self._lock = threading.Lock()
 
-    def publish(self, runs: Sequence[Run]) -> Ticket:
-        """See ``Transport.publish``."""
+    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+        """See ``Transport.publish``. The object store copies."""
         nbytes = sum(run.nbytes for run in runs)
         try:
             ticket = [ray.put(list(runs))]
@@ -47,9 +46,10 @@ class PlasmaTransport:
             ) from error
         with self._lock:
             self._held[ticket[0].hex()] = (ticket, nbytes)
+        read()
         return ticket
 
-    def fetch(self, ticket: Ticket, timeout_s: float) -> list[Run]:
+    def fetch(self, ticket: Ticket, into: Sequence[Run | None], timeout_s: float) -> None:
         """See ``Transport.fetch``."""
         try:
             payload: list[Run] = ray.get(ticket[0], timeout=timeout_s)
@@ -57,7 +57,7 @@ class PlasmaTransport:
             raise TransferTimeout(f"object {ticket[0].hex()} did not arrive in {timeout_s:.1f} s") from error
         except (ray_errors.ObjectLostError, ray_errors.OwnerDiedError) as error:
             raise PeerLost(f"object {ticket[0].hex()} is gone: {type(error).__name__}") from error
-        return [np.asarray(run) for run in payload]
+        copy_runs(ticket[0].hex(), payload, into)
 
     def release(self, ticket: Ticket) -> None:
         """See ``Transport.release``."""

@@ -1,13 +1,13 @@
-"""The transport interface: how a chunk's bytes get from one worker to another.
+"""The transport interface: how a chunk's bytes get from one worker's memory into another's.
 
 A sender publishes runs and gets a ticket; the ticket travels to the receiver over the
 control plane (an actor call), beside the chunk's header; the receiver fetches the bytes
-with it and releases it. Every wait has a deadline.
+with it, into memory of its own. Every wait has a deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from kv.chunk import Run
@@ -21,40 +21,43 @@ class Transport(Protocol):
     """Moves payloads between two workers. Thread-safe."""
 
     name: str
-    """Short name in logs, metrics and ledgers: ``plasma``, ``memory`` ..."""
+    """Short name in logs, metrics and ledgers: ``plasma``, ``tcp`` ..."""
 
-    def publish(self, runs: Sequence[Run]) -> Ticket:
-        """Copy the runs out of the engine's memory and return a ticket for them.
+    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+        """Make runs fetchable and return a ticket for them.
 
-        On return the runs may be reused. The transport owns the copy until ``release``
-        is called here *and* the receiver has dropped what it fetched.
+        The runs must stay as they are until ``read`` is called, which happens exactly once:
+        within this call if the transport copies, otherwise when the payload has been
+        released and nothing is being sent from it any more.
 
         Raises:
-            StoreFull: there is no room for the payload.
+            StoreFull: there is no room for the payload. ``read`` is not called.
 
         """
         ...
 
-    def fetch(self, ticket: Ticket, timeout_s: float) -> list[Run]:
-        """Return the payload's runs, read-only, in the order they were published.
+    def fetch(self, ticket: Ticket, into: Sequence[Run | None], timeout_s: float) -> None:
+        """Fill ``into`` with the payload's runs, in the order they were published; None skips a run.
 
-        The memory stays valid for as long as the returned list is alive.
+        ``into`` is the caller's memory and of the sizes that were published. On an error its
+        content is undefined. May be called again, until the payload is released.
 
         Raises:
             TransferTimeout: the payload did not arrive within ``timeout_s``.
             PeerLost: its owner is gone, or it has been released.
+            ChunkCorrupt: the sizes differ from those that were published.
 
         """
         ...
 
     def release(self, ticket: Ticket) -> None:
-        """Give up the sender's hold on a payload. Idempotent; never raises."""
+        """Give up a payload that was published here. Idempotent; never raises."""
         ...
 
     def live(self) -> tuple[int, int]:
-        """Return (payloads, bytes) that this side has published and not released."""
+        """Return (payloads, bytes) that were published here and not released."""
         ...
 
     def close(self) -> None:
-        """Release everything that this side published."""
+        """Release everything that was published here; further fetches from it fail."""
         ...

@@ -1,0 +1,33 @@
+"""The data plane's key, derived from the secret that every member of the Ray cluster holds."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from pathlib import Path
+
+from actors.errors import WorkerError
+
+PURPOSE = b"handoff kv data plane, version 1"
+DEFAULT_TOKEN = Path("~/.ray/auth_token")
+
+
+def data_plane_key() -> bytes:
+    """Return HMAC-SHA256(Ray's cluster token, purpose), 32 bytes. The token itself is used for nothing else.
+
+    Reads the token where Ray does: ``RAY_AUTH_TOKEN``, ``RAY_AUTH_TOKEN_PATH``, ``~/.ray/auth_token``.
+
+    Raises:
+        WorkerError: there is no token, so nobody could be told from a stranger.
+
+    """
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    if not token:
+        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or DEFAULT_TOKEN).expanduser()
+        if not path.is_file():
+            raise WorkerError(
+                f"the tcp transport needs the cluster's secret, and {path} does not exist: start Ray with "
+                f"token authentication (RAY_AUTH_MODE=token), or use the plasma transport"
+            )
+        token = path.read_text().strip()
+    return hmac.digest(token.encode(), PURPOSE, "sha256")

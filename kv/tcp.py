@@ -1,0 +1,317 @@
+"""Direct TCP from worker to worker, out of one paged cache and into the other.
+
+The sender listens on its node's address and serves payloads straight from the engine's
+memory with scatter-gather I/O; the receiver reads straight into its own. Connections are
+kept and reused; several chunks in flight use several connections, which is how more than
+one core and more than one TCP window are put to work.
+
+Only members of the cluster can read. Both sides derive a key from the cluster's secret
+(`kv/secret.py`). A server opens every connection with a fresh nonce; each request carries
+HMAC-SHA256(key, nonce | sequence number | request), so a request can be neither forged nor
+replayed. Payload bytes are not encrypted; what arrives is checked against the checksums in
+the chunk's header, which came over Ray's authenticated channel.
+
+A request on the wire, integers big-endian: 16 bytes payload id, u32 number of runs wanted,
+that many u32 run indices, 32 bytes HMAC. The answer: u8 status (0: data follows), u64 bytes, data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kv.chunk import Run
+from kv.errors import ChunkCorrupt, PeerLost, TransferError, TransferTimeout
+
+logger = logging.getLogger(__name__)
+
+NONCE_BYTES, ID_BYTES, MAC_BYTES = 16, 16, 32
+HEAD = struct.Struct(f"!{ID_BYTES}sI")
+ANSWER = struct.Struct("!BQ")
+OK, GONE, DENIED = 0, 1, 2
+IOV_MAX = 512
+"""Pieces per system call; Linux takes 1024."""
+SOCKET_BUFFER = 4 << 20
+IDLE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class TcpTicket:
+    """Where a payload can be fetched, and its size."""
+
+    host: str
+    port: int
+    payload: bytes
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Payload:
+    """Published runs. ``sending`` and ``released`` are guarded by the transport's lock."""
+
+    runs: list[Run]
+    nbytes: int
+    read: Callable[[], None]
+    sending: int = 0
+    released: bool = False
+
+
+class TcpTransport:
+    """Serves what it published, and fetches what others published.
+
+    Args:
+        address: the node's address that other nodes reach it by; the port is chosen freely.
+        key: the cluster's data-plane key, equal on all members.
+
+    """
+
+    name = "tcp"
+
+    def __init__(self, address: str, key: bytes) -> None:
+        self._key = key
+        self._payloads: dict[bytes, _Payload] = {}
+        self._idle: dict[tuple[str, int], list[_Connection]] = defaultdict(list)
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listener = socket.create_server((address, 0), backlog=128)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        threading.Thread(target=self._accept, name="kv-tcp-accept", daemon=True).start()
+
+    # -- the sender's side ------------------------------------------------------------------------
+
+    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> TcpTicket:
+        """See ``Transport.publish``. Nothing is copied: ``read`` is called on release."""
+        payload = secrets.token_bytes(ID_BYTES)
+        nbytes = sum(run.nbytes for run in runs)
+        with self._lock:
+            self._payloads[payload] = _Payload(list(runs), nbytes, read)
+        return TcpTicket(*self.address, payload, nbytes)
+
+    def release(self, ticket: TcpTicket) -> None:
+        """See ``Transport.release``."""
+        with self._lock:
+            payload = self._payloads.pop(ticket.payload, None)
+        if payload is not None:
+            self._withdraw(payload)
+
+    def live(self) -> tuple[int, int]:
+        """See ``Transport.live``."""
+        with self._lock:
+            return len(self._payloads), sum(payload.nbytes for payload in self._payloads.values())
+
+    def close(self) -> None:
+        """See ``Transport.close``."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            payloads, self._payloads = list(self._payloads.values()), {}
+            sockets = [*self._open, *(c.socket for pool in self._idle.values() for c in pool)]
+            self._idle.clear()
+        for connection in sockets:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        for payload in payloads:
+            self._withdraw(payload)
+
+    def _withdraw(self, payload: _Payload) -> None:
+        """Give a payload's memory back as soon as nothing is being sent from it."""
+        with self._lock:
+            payload.released = True
+            unused = payload.sending == 0
+        if unused:
+            payload.read()
+
+    @contextlib.contextmanager
+    def _sending(self, payload_id: bytes) -> Iterator[_Payload | None]:
+        """Keep a payload's memory in place while it is being sent; None if it is not here."""
+        with self._lock:
+            payload = self._payloads.get(payload_id)
+            if payload is not None:
+                payload.sending += 1
+        try:
+            yield payload
+        finally:
+            if payload is not None:
+                with self._lock:
+                    payload.sending -= 1
+                    unused = payload.released and payload.sending == 0
+                if unused:
+                    payload.read()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(connection,), name="kv-tcp-serve", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.add(connection)
+        try:
+            _tune(connection)
+            connection.settimeout(IDLE_TIMEOUT_S)
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            connection.sendall(nonce)
+            sequence = 0
+            while self._answer(connection, nonce, sequence):
+                sequence += 1
+        except (OSError, TransferError) as error:
+            logger.debug("a KV connection ended: %s", error)
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+    def _answer(self, connection: socket.socket, nonce: bytes, sequence: int) -> bool:
+        """Serve one request; return whether to go on."""
+        head = _receive(connection, HEAD.size)
+        payload_id, count = HEAD.unpack(head)
+        if count > 1 << 20:
+            return False
+        wanted = _receive(connection, 4 * count)
+        mac = _receive(connection, MAC_BYTES)
+        if not hmac.compare_digest(mac, _mac(self._key, nonce, sequence, head + wanted)):
+            logger.warning("a KV request from %s was not authorised", connection.getpeername())
+            connection.sendall(ANSWER.pack(DENIED, 0))
+            return False
+        with self._sending(payload_id) as payload:
+            if payload is None:
+                connection.sendall(ANSWER.pack(GONE, 0))
+                return True
+            indices = struct.unpack(f"!{count}I", wanted)
+            if any(index >= len(payload.runs) for index in indices):
+                return False
+            runs = [payload.runs[index] for index in indices]
+            _send(connection, ANSWER.pack(OK, sum(run.nbytes for run in runs)), runs)
+        return True
+
+    # -- the receiver's side ----------------------------------------------------------------------
+
+    def fetch(self, ticket: TcpTicket, into: Sequence[Run | None], timeout_s: float) -> None:
+        """See ``Transport.fetch``."""
+        deadline = time.monotonic() + timeout_s
+        wanted = [index for index, run in enumerate(into) if run is not None]
+        targets = [run for run in into if run is not None]
+        try:
+            with self._connection(ticket, deadline) as connection:
+                connection.fetch(ticket, wanted, targets, self._key, deadline)
+        except TimeoutError as error:
+            raise TransferTimeout(
+                f"{ticket.nbytes} bytes from {ticket.host}:{ticket.port} did not arrive in {timeout_s:.1f} s"
+            ) from error
+        except OSError as error:
+            raise PeerLost(f"{ticket.host}:{ticket.port} is gone: {error}") from error
+
+    @contextlib.contextmanager
+    def _connection(self, ticket: TcpTicket, deadline: float) -> Iterator[_Connection]:
+        """Yield a connection of the pool; one that failed is closed, never reused."""
+        peer = (ticket.host, ticket.port)
+        with self._lock:
+            pool = self._idle[peer]
+            connection = pool.pop() if pool else None
+        if connection is None:
+            connection = _Connection(peer, deadline)
+        try:
+            yield connection
+        except BaseException:
+            connection.socket.close()
+            raise
+        with self._lock:
+            self._idle[peer].append(connection)
+
+
+class _Connection:
+    """A receiver's connection to one sender."""
+
+    def __init__(self, peer: tuple[str, int], deadline: float) -> None:
+        self.socket = socket.create_connection(peer, timeout=_left(deadline))
+        _tune(self.socket)
+        self._nonce = _receive(self.socket, NONCE_BYTES)
+        self._sequence = 0
+
+    def fetch(
+        self, ticket: TcpTicket, wanted: Sequence[int], targets: Sequence[Run], key: bytes, deadline: float
+    ) -> None:
+        """Ask for runs and read them into ``targets``."""
+        self.socket.settimeout(_left(deadline))
+        request = HEAD.pack(ticket.payload, len(wanted)) + struct.pack(f"!{len(wanted)}I", *wanted)
+        self.socket.sendall(request + _mac(key, self._nonce, self._sequence, request))
+        self._sequence += 1
+        status, nbytes = ANSWER.unpack(_receive(self.socket, ANSWER.size))
+        if status == GONE:
+            raise PeerLost(f"{ticket.host}:{ticket.port} no longer has payload {ticket.payload.hex()}")
+        if status == DENIED:
+            raise TransferError(f"{ticket.host}:{ticket.port} refused: the clusters' secrets differ")
+        expected = sum(run.nbytes for run in targets)
+        if nbytes != expected:
+            raise ChunkCorrupt(ticket.payload.hex(), "size", expected, nbytes)
+        _read_into(self.socket, targets, deadline)
+
+
+def _mac(key: bytes, nonce: bytes, sequence: int, request: bytes) -> bytes:
+    return hmac.digest(key, nonce + sequence.to_bytes(8, "big") + request, "sha256")
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline has passed")
+    return left
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Return exactly ``size`` bytes; a connection that ends before is an error."""
+    data = bytearray()
+    while len(data) < size:
+        piece = connection.recv(size - len(data))
+        if not piece:
+            raise ConnectionError("the connection was closed")
+        data += piece
+    return bytes(data)
+
+
+def _send(connection: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
+    """Send head and runs with as few system calls and no copies."""
+    pieces: list[memoryview] = [memoryview(head), *(run.data for run in runs)]
+    for start in range(0, len(pieces), IOV_MAX):
+        batch = pieces[start : start + IOV_MAX]
+        while batch:
+            batch = _advance(batch, connection.sendmsg(batch))
+
+
+def _read_into(connection: socket.socket, targets: Sequence[Run], deadline: float) -> None:
+    pieces: list[memoryview] = [run.data for run in targets]
+    for start in range(0, len(pieces), IOV_MAX):
+        batch = pieces[start : start + IOV_MAX]
+        while batch:
+            connection.settimeout(_left(deadline))
+            read = connection.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+            if read == 0:
+                raise ConnectionError("the connection was closed in the middle of a payload")
+            batch = _advance(batch, read)
+
+
+def _advance(pieces: list[memoryview], done: int) -> list[memoryview]:
+    """Drop the first ``done`` bytes of the pieces."""
+    for index, piece in enumerate(pieces):
+        if done < piece.nbytes:
+            return [piece[done:], *pieces[index + 1 :]]
+        done -= piece.nbytes
+    return []
