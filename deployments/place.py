@@ -63,6 +63,7 @@ def start_workers(file: ClusterFile, progress: Progress) -> list[PlacedWorker]:
                 role=ask.role,
                 model=file.model_on(placement.node_name),
                 engine=file.engine_for(ask.role, placement.node_name),
+                transport=file.transport,
             )
             handles[ask.name] = _create(spec, ask, placement)
             progress(f"{ask.name} goes to node {placement.node_name}")
