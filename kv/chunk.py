@@ -104,11 +104,16 @@ def copy_runs(name: str, payload: Sequence[Run], into: Sequence[Run | None]) -> 
 
     Raises ``ChunkCorrupt`` if the number of runs or a size differs; ``name`` goes in its message.
     """
-    if len(payload) != len(into):
-        raise ChunkCorrupt(name, "number of runs", len(into), len(payload))
+    require_sizes(name, [run.nbytes for run in payload], into)
     for source, target in zip(payload, into, strict=True):
-        if target is None:
-            continue
-        if source.nbytes != target.nbytes:
-            raise ChunkCorrupt(name, "size of a run", target.nbytes, source.nbytes)
-        target[:] = source
+        if target is not None:
+            target[:] = source
+
+
+def require_sizes(name: str, sizes: Sequence[int], into: Sequence[Run | None]) -> None:
+    """Raise ``ChunkCorrupt`` unless ``into`` has a run of each size, or None in its place."""
+    if len(sizes) != len(into):
+        raise ChunkCorrupt(name, "number of runs", len(into), len(sizes))
+    for size, target in zip(sizes, into, strict=True):
+        if target is not None and size != target.nbytes:
+            raise ChunkCorrupt(name, "size of a run", target.nbytes, size)

@@ -6,7 +6,7 @@ kept and reused; several chunks in flight use several connections, which is how 
 one core and more than one TCP window are put to work.
 
 Only members of the cluster can read. Both sides derive a key from the cluster's secret
-(`kv/secret.py`). A server opens every connection with a fresh nonce; each request carries
+(`actors/secret.py`). A server opens every connection with a fresh nonce; each request carries
 HMAC-SHA256(key, nonce | sequence number | request), so a request can be neither forged nor
 replayed. Payload bytes are not encrypted; what arrives is checked against the checksums in
 the chunk's header, which came over Ray's authenticated channel.
@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kv.chunk import Run
+from kv.chunk import Run, require_sizes
 from kv.errors import ChunkCorrupt, PeerLost, TransferError, TransferTimeout
 
 logger = logging.getLogger(__name__)
@@ -40,18 +40,26 @@ ANSWER = struct.Struct("!BQ")
 OK, GONE, DENIED = 0, 1, 2
 IOV_MAX = 512
 """Pieces per system call; Linux takes 1024."""
-SOCKET_BUFFER = 4 << 20
 IDLE_TIMEOUT_S = 600.0
+"""How long a server waits for the next request on a connection."""
+STALL_TIMEOUT_S = 20.0
+"""How long a server waits for a receiver that takes nothing: it holds the engine's blocks meanwhile."""
+ACCEPT_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class TcpTicket:
-    """Where a payload can be fetched, and its size."""
+    """Where a payload can be fetched, and the sizes of its runs."""
 
     host: str
     port: int
     payload: bytes
-    nbytes: int
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the payload."""
+        return sum(self.sizes)
 
 
 @dataclass(slots=True)
@@ -80,7 +88,8 @@ class TcpTransport:
         self._key = key
         self._payloads: dict[bytes, _Payload] = {}
         self._idle: dict[tuple[str, int], list[_Connection]] = defaultdict(list)
-        self._open: set[socket.socket] = set()
+        self._busy: set[socket.socket] = set()
+        self._closed = False
         self._lock = threading.Lock()
         self._listener = socket.create_server((address, 0), backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -90,11 +99,12 @@ class TcpTransport:
 
     def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> TcpTicket:
         """See ``Transport.publish``. Nothing is copied: ``read`` is called on release."""
-        payload = secrets.token_bytes(ID_BYTES)
-        nbytes = sum(run.nbytes for run in runs)
+        ticket = TcpTicket(*self.address, secrets.token_bytes(ID_BYTES), tuple(run.nbytes for run in runs))
         with self._lock:
-            self._payloads[payload] = _Payload(list(runs), nbytes, read)
-        return TcpTicket(*self.address, payload, nbytes)
+            if self._closed:
+                raise PeerLost("this transport has been closed")
+            self._payloads[ticket.payload] = _Payload(list(runs), ticket.nbytes, read)
+        return ticket
 
     def release(self, ticket: TcpTicket) -> None:
         """See ``Transport.release``."""
@@ -109,17 +119,20 @@ class TcpTransport:
             return len(self._payloads), sum(payload.nbytes for payload in self._payloads.values())
 
     def close(self) -> None:
-        """See ``Transport.close``."""
+        """See ``Transport.close``. Ends what is being sent and fetched here."""
+        with self._lock:
+            self._closed = True
+            payloads, self._payloads = list(self._payloads.values()), {}
+            busy = list(self._busy)
+            idle = [connection.socket for pool in self._idle.values() for connection in pool]
+            self._idle.clear()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        with self._lock:
-            payloads, self._payloads = list(self._payloads.values()), {}
-            sockets = [*self._open, *(c.socket for pool in self._idle.values() for c in pool)]
-            self._idle.clear()
-        for connection in sockets:
+        for connection in busy:  # wakes the threads that use them, which close them
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        for connection in idle:
             connection.close()
         for payload in payloads:
             self._withdraw(payload)
@@ -153,16 +166,18 @@ class TcpTransport:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closed:
+                    return
+                logger.warning("a KV connection could not be accepted: %s", error)
+                time.sleep(ACCEPT_RETRY_S)
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="kv-tcp-serve", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._open.add(connection)
         try:
+            self._use(connection)
             _tune(connection)
-            connection.settimeout(IDLE_TIMEOUT_S)
             nonce = secrets.token_bytes(NONCE_BYTES)
             connection.sendall(nonce)
             sequence = 0
@@ -172,12 +187,21 @@ class TcpTransport:
             logger.debug("a KV connection ended: %s", error)
         finally:
             with self._lock:
-                self._open.discard(connection)
+                self._busy.discard(connection)
             connection.close()
+
+    def _use(self, connection: socket.socket) -> None:
+        """Let ``close`` end what is done with a connection."""
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("this transport has been closed")
+            self._busy.add(connection)
 
     def _answer(self, connection: socket.socket, nonce: bytes, sequence: int) -> bool:
         """Serve one request; return whether to go on."""
+        connection.settimeout(IDLE_TIMEOUT_S)
         head = _receive(connection, HEAD.size)
+        connection.settimeout(STALL_TIMEOUT_S)
         payload_id, count = HEAD.unpack(head)
         if count > 1 << 20:
             return False
@@ -203,10 +227,11 @@ class TcpTransport:
     def fetch(self, ticket: TcpTicket, into: Sequence[Run | None], timeout_s: float) -> None:
         """See ``Transport.fetch``."""
         deadline = time.monotonic() + timeout_s
+        require_sizes(ticket.payload.hex(), ticket.sizes, into)
         wanted = [index for index, run in enumerate(into) if run is not None]
         targets = [run for run in into if run is not None]
         try:
-            with self._connection(ticket, deadline) as connection:
+            with self._connection((ticket.host, ticket.port), deadline) as connection:
                 connection.fetch(ticket, wanted, targets, self._key, deadline)
         except TimeoutError as error:
             raise TransferTimeout(
@@ -216,41 +241,67 @@ class TcpTransport:
             raise PeerLost(f"{ticket.host}:{ticket.port} is gone: {error}") from error
 
     @contextlib.contextmanager
-    def _connection(self, ticket: TcpTicket, deadline: float) -> Iterator[_Connection]:
+    def _connection(self, peer: tuple[str, int], deadline: float) -> Iterator[_Connection]:
         """Yield a connection of the pool; one that failed is closed, never reused."""
-        peer = (ticket.host, ticket.port)
-        with self._lock:
-            pool = self._idle[peer]
-            connection = pool.pop() if pool else None
+        connection = self._idle_connection(peer)
         if connection is None:
-            connection = _Connection(peer, deadline)
+            connection = _Connection(socket.create_connection(peer, timeout=_left(deadline)))
+        keep = False
         try:
+            self._use(connection.socket)
             yield connection
-        except BaseException:
+            keep = True
+        finally:
+            with self._lock:
+                self._busy.discard(connection.socket)
+                keep = keep and not self._closed
+                if keep:
+                    self._idle[peer].append(connection)
+            if not keep:
+                connection.socket.close()
+
+    def _idle_connection(self, peer: tuple[str, int]) -> _Connection | None:
+        """Take a connection from the pool that its peer has not closed meanwhile."""
+        while True:
+            with self._lock:
+                pool = self._idle[peer]
+                connection = pool.pop() if pool else None
+            if connection is None or connection.alive():
+                return connection
             connection.socket.close()
-            raise
-        with self._lock:
-            self._idle[peer].append(connection)
 
 
 class _Connection:
     """A receiver's connection to one sender."""
 
-    def __init__(self, peer: tuple[str, int], deadline: float) -> None:
-        self.socket = socket.create_connection(peer, timeout=_left(deadline))
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
         _tune(self.socket)
-        self._nonce = _receive(self.socket, NONCE_BYTES)
+        self._nonce = b""
         self._sequence = 0
+
+    def alive(self) -> bool:
+        """Return whether an idle connection can be used: nothing to read, not even its end."""
+        self.socket.setblocking(False)
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def fetch(
         self, ticket: TcpTicket, wanted: Sequence[int], targets: Sequence[Run], key: bytes, deadline: float
     ) -> None:
         """Ask for runs and read them into ``targets``."""
+        if not self._nonce:
+            self._nonce = _receive(self.socket, NONCE_BYTES, deadline)
         self.socket.settimeout(_left(deadline))
         request = HEAD.pack(ticket.payload, len(wanted)) + struct.pack(f"!{len(wanted)}I", *wanted)
         self.socket.sendall(request + _mac(key, self._nonce, self._sequence, request))
         self._sequence += 1
-        status, nbytes = ANSWER.unpack(_receive(self.socket, ANSWER.size))
+        status, nbytes = ANSWER.unpack(_receive(self.socket, ANSWER.size, deadline))
         if status == GONE:
             raise PeerLost(f"{ticket.host}:{ticket.port} no longer has payload {ticket.payload.hex()}")
         if status == DENIED:
@@ -276,10 +327,12 @@ def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
     """Return exactly ``size`` bytes; a connection that ends before is an error."""
     data = bytearray()
     while len(data) < size:
+        if deadline is not None:
+            connection.settimeout(_left(deadline))
         piece = connection.recv(size - len(data))
         if not piece:
             raise ConnectionError("the connection was closed")
@@ -297,7 +350,7 @@ def _send(connection: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
 
 
 def _read_into(connection: socket.socket, targets: Sequence[Run], deadline: float) -> None:
-    pieces: list[memoryview] = [run.data for run in targets]
+    pieces: list[memoryview] = [run.data for run in targets if run.nbytes]
     for start in range(0, len(pieces), IOV_MAX):
         batch = pieces[start : start + IOV_MAX]
         while batch:
