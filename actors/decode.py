@@ -65,6 +65,8 @@ class _Incoming:
     tokens: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of each chunk that was announced: which tokens it says it holds."""
     parked: list[_Arrival] = field(default_factory=list)
+    repeated: list[_Arrival] = field(default_factory=list)
+    """Chunks that came a second time; the first may still have to be fetched by the same ticket."""
     loading: int = 0
     written: int = 0
     end: HandoverEnd | None = None
@@ -176,8 +178,10 @@ class Receiver:
                 else:
                     self._load_soon(header.request_id, incoming, arrival)
                 return
-        if incoming is not None:
-            logger.warning("request %s: chunk %d came twice", header.request_id, header.index)
+            if incoming is not None:
+                logger.warning("request %s: chunk %d came twice", header.request_id, header.index)
+                incoming.repeated.append(arrival)
+                return
         arrival.done()
 
     def _claim(self, request_id: str) -> _Incoming | None:
@@ -225,10 +229,10 @@ class Receiver:
             self._closed[request_id] = None
             while len(self._closed) > CLOSED_KEPT:
                 self._closed.popitem(last=False)
-            parked = incoming.parked if incoming is not None else []
+            unwanted = [*incoming.parked, *incoming.repeated] if incoming is not None else []
             if incoming is not None:
                 self._report_if_quiet(request_id, incoming)
-        for arrival in parked:
+        for arrival in unwanted:
             arrival.done()
 
     def waiting(self) -> int:
@@ -237,7 +241,11 @@ class Receiver:
             return sum(not incoming.reported for incoming in self._incoming.values())
 
     def stop(self) -> None:
-        """Stop the pool; fetches under way end by their own deadline."""
+        """Close every request and stop the pool; fetches under way end by their own deadline."""
+        with self._lock:
+            left = list(self._incoming)
+        for request_id in left:
+            self.close(request_id)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # -- pool threads -----------------------------------------------------------------------
@@ -245,13 +253,14 @@ class Receiver:
     def _load_soon(self, request_id: str, incoming: _Incoming, arrival: _Arrival) -> None:
         """Under the lock: hand a chunk to the pool."""
         incoming.loading += 1
-        self._pool.submit(self._load, request_id, incoming, arrival)
+        load = self._pool.submit(self._load, request_id, incoming, arrival.chunk)
+        load.add_done_callback(lambda _: arrival.done())  # also if it is cancelled
 
-    def _load(self, request_id: str, incoming: _Incoming, arrival: _Arrival) -> None:
+    def _load(self, request_id: str, incoming: _Incoming, chunk: Chunk) -> None:
         reason = None
         try:
             if self._incoming.get(request_id) is incoming:
-                self._fetch(request_id, incoming, arrival.chunk)
+                self._fetch(request_id, incoming, chunk)
         except Exception as error:
             reason = str(error) if isinstance(error, KVError) else repr(error)
         with self._lock:
@@ -263,7 +272,6 @@ class Receiver:
                 self._report_if_quiet(request_id, incoming)
         if reason is not None:
             self._fail(request_id, reason)
-        arrival.done()
 
     def _fetch(self, request_id: str, incoming: _Incoming, chunk: Chunk) -> None:
         """Bring in a chunk's blocks: not those the engine has already, nor any it did not allocate."""

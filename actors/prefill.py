@@ -44,7 +44,8 @@ class _Outgoing:
     nbytes: int = 0
     failed: bool = False
     unread: int = 0
-    tickets: list[Ticket] = field(default_factory=list)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    """By chunk, until the peer needs it no longer. Holding one may hold the payload."""
     ended: bool = False
 
 
@@ -164,13 +165,13 @@ class Sender:
                     self._end(item)
                 case _Preempted():
                     for request_id in item.request_ids:
-                        if request_id in self._outgoing:
-                            self._fail(request_id, self._outgoing[request_id], "prefill was preempted")
+                        if (outgoing := self._outgoing.get(request_id)) is not None:
+                            self._fail(request_id, outgoing, "prefill was preempted")
                     item.passed.set()
 
     def _publish_new(self, valid: _Valid) -> None:
-        outgoing = self._outgoing[valid.request_id]
-        if outgoing.failed:
+        outgoing = self._outgoing.get(valid.request_id)
+        if outgoing is None or outgoing.failed:
             return
         try:
             for start, end in _pieces(outgoing.sent, valid.end, self._cache):
@@ -200,11 +201,12 @@ class Sender:
         except BaseException:
             self._read(request_id, outgoing)
             raise
-        outgoing.tickets.append(ticket)
+        with self._quiet:
+            outgoing.tickets[header.index] = ticket
         outgoing.sent, outgoing.chunks = end, outgoing.chunks + 1
         outgoing.nbytes += header.nbytes
         chunk = Chunk(header, ticket, time.monotonic())
-        self._post(outgoing.peer, chunk, lambda: self._transport.release(ticket))
+        self._post(outgoing.peer, chunk, lambda: self._withdraw(outgoing, [header.index]))
 
     def _end(self, finished: _Finished) -> None:
         request_id = finished.request_id
@@ -226,10 +228,19 @@ class Sender:
             return
         outgoing.failed = True
         self._post(outgoing.peer, HandoverFailed(request_id, reason), _nothing)
-        for ticket in outgoing.tickets:
-            self._transport.release(ticket)
+        with self._quiet:
+            published = list(outgoing.tickets)
+        self._withdraw(outgoing, published)
 
     # -- any thread -------------------------------------------------------------------------------
+
+    def _withdraw(self, outgoing: _Outgoing, chunks: Sequence[int]) -> None:
+        """Release chunks, unless they have been."""
+        for chunk in chunks:
+            with self._quiet:
+                ticket = outgoing.tickets.pop(chunk, None)
+            if ticket is not None:
+                self._transport.release(ticket)
 
     def _read(self, request_id: str, outgoing: _Outgoing) -> None:
         """A transport has read a chunk and needs the engine's memory no longer."""
