@@ -21,7 +21,7 @@ def data_plane_key() -> bytes:
         WorkerError: there is no token, so nobody could be told from a stranger.
 
     """
-    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if not token:
         path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or DEFAULT_TOKEN).expanduser()
         if not path.is_file():
@@ -30,4 +30,6 @@ def data_plane_key() -> bytes:
                 f"token authentication (RAY_AUTH_MODE=token), or use the plasma transport"
             )
         token = path.read_text().strip()
+        if not token:
+            raise WorkerError(f"the tcp transport needs the cluster's secret, and {path} is empty")
     return hmac.digest(token.encode(), PURPOSE, "sha256")
