@@ -4,8 +4,11 @@
 what it delivers.
 """
 
+import gc
 import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +18,7 @@ import pytest
 
 import actors.decode
 import actors.prefill
+import kv.tcp
 from actors.decode import Receiver, Target
 from actors.marks import Marks
 from actors.messages import Chunk, Delivery, HandoverEnd, HandoverFailed
@@ -22,6 +26,8 @@ from actors.prefill import Sender
 from kv.chunk import KVLayout, Run
 from kv.memory import MemoryTransport
 from kv.paged import PagedCache
+from kv.tcp import TcpTransport
+from kv.transport import Ticket, Transport
 
 LAYERS, BLOCKS, SIZE, NBYTES = 3, 16, 4, 64
 BLOCK_PAYLOAD = LAYERS * NBYTES
@@ -39,36 +45,56 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.001)
 
 
-class Gate(MemoryTransport):
+class Gate:
     """A transport whose fetches wait until they are let through."""
 
-    def __init__(self, capacity: int = 1 << 30) -> None:
-        super().__init__(capacity)
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.name = inner, inner.name
+        self.release, self.live, self.close = inner.release, inner.live, inner.close
         self.open = threading.Event()
         self.open.set()
         self.waiting = 0
 
-    def fetch(self, ticket: object, timeout_s: float) -> list[Run]:
+    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+        return self.inner.publish(runs, read)
+
+    def fetch(self, ticket: Ticket, into: Sequence[Run | None], timeout_s: float) -> None:
         self.waiting += 1
         assert self.open.wait(WITHIN_S)
-        return super().fetch(ticket, timeout_s)
+        self.inner.fetch(ticket, into, timeout_s)
 
     def payload(self, ticket: str) -> list[Run]:
         """The stored runs themselves, for tests that damage them."""
-        return self._payloads[ticket]
+        assert isinstance(self.inner, MemoryTransport)
+        return self.inner._payloads[ticket]
+
+
+class Done:
+    """What a delivery calls when its payload is not needed any more; counts the calls."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self._then, self.calls = then, 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        self._then()
 
 
 @dataclass
 class Wire:
-    """What the sender has posted and the receiver has not been given yet."""
+    """What the sender has posted and the receiver has not been given yet; and what it has been given."""
 
     posted: list[tuple[Delivery, Callable[[], None]]] = field(default_factory=list)
     peers: list[str] = field(default_factory=list)
-    taken: list[Callable[[], None]] = field(default_factory=list)
+    given: list[tuple[Delivery, Done]] = field(default_factory=list)
 
-    def post(self, peer: str, delivery: Delivery, taken: Callable[[], None]) -> None:
+    def post(self, peer: str, delivery: Delivery, done: Callable[[], None]) -> None:
         self.peers.append(peer)
-        self.posted.append((delivery, taken))
+        self.posted.append((delivery, done))
+
+    def dones(self, kind: type[Delivery] = Chunk) -> list[int]:
+        """How often each delivery of a kind that was given is done."""
+        return [done.calls for delivery, done in self.given if isinstance(delivery, kind)]
 
     def chunks(self) -> list[Chunk]:
         return [delivery for delivery, _ in self.posted if isinstance(delivery, Chunk)]
@@ -77,12 +103,12 @@ class Wire:
 class Pair:
     """Two engines' caches, the sender over one and the receiver over the other."""
 
-    def __init__(self, capacity: int = 1 << 30) -> None:
+    def __init__(self, transport: Transport) -> None:
         random = np.random.default_rng(0)
         self.source = [random.integers(0, 256, (BLOCKS, NBYTES), np.uint8) for _ in range(LAYERS)]
         self.target = [np.zeros((BLOCKS, NBYTES), np.uint8) for _ in range(LAYERS)]
         self.layout = KVLayout("m", "torch.bfloat16", LAYERS, SIZE, NBYTES, "vec:1")
-        self.transport, self.wire, self.marks = Gate(capacity), Wire(), Marks()
+        self.transport, self.wire, self.marks = Gate(transport), Wire(), Marks()
         self.failures: list[tuple[str, str]] = []
         self.received: list[str] = []
         self.sent: list[str] = []
@@ -114,22 +140,38 @@ class Pair:
         self.settle()
 
     def settle(self) -> None:
-        self.sender.settle(WITHIN_S)
+        """Wait until the publisher has done all it was told."""
+        self.sender.preempted((), WITHIN_S)
+        self.reported()
+
+    def reported(self) -> list[str]:
+        """Requests whose blocks prefill has got back, ever."""
         self.sent += self.sender.take_finished()
+        return self.sent
 
     # -- the wire ----------------------------------------------------------------------------
 
     def deliver(self, *order: int) -> None:
-        """Deliver what has been posted, all of it or the given positions; it stays taken until `release`."""
-        posted, self.wire.posted = self.wire.posted, []
-        for index in order or range(len(posted)):
-            self.receiver.deliver(posted[index][0])
-        self.wire.taken += [taken for _, taken in posted]
+        """Deliver what has been posted, all of it or the given positions."""
+        for index in order or range(len(self.wire.posted)):
+            self.give(*self.wire.posted[index])
+        if not order:
+            self.wire.posted = []
 
-    def release(self) -> None:
-        """The peer has taken everything."""
-        for taken in self.wire.taken:
-            taken()
+    def give(self, delivery: Delivery, done: Callable[[], None]) -> Done:
+        """Deliver one thing. All that is given must be done exactly once in the end: see `quiet`."""
+        counted = Done(done)
+        self.wire.given.append((delivery, counted))
+        self.receiver.deliver(delivery, counted)
+        return counted
+
+    def lose(self) -> None:
+        """The peer cannot be reached: what was posted last is never delivered, and done for the sender."""
+        posted, self.wire.posted = self.wire.posted, []
+        given = [delivery for delivery, _ in self.wire.given]
+        for delivery, done in posted:
+            if not any(delivery is other for other in given):
+                done()
 
     # -- decode's engine ---------------------------------------------------------------------
 
@@ -159,10 +201,15 @@ class Pair:
     def close(self, request_id: str = RID) -> None:
         self.receiver.close(request_id)
 
-    def written(self) -> list[int]:
-        """Positions in TARGET that hold what SOURCE holds there; all other blocks are untouched."""
+    def written(self, spoiled: Sequence[int] = ()) -> list[int]:
+        """Positions in TARGET that hold what SOURCE holds there; all others are untouched.
+
+        Those that are spoiled may hold anything.
+        """
         right = []
         for position, block in enumerate(TARGET):
+            if position in spoiled:
+                continue
             blocks = [layer[block] for layer in self.target]
             if all((a == b[SOURCE[position]]).all() for a, b in zip(blocks, self.source, strict=True)):
                 right.append(position)
@@ -173,16 +220,19 @@ class Pair:
         return right
 
     def quiet(self) -> None:
-        """Nothing is left of any request."""
-        self.release()
+        """Nothing is left of any request, and all that was given is done, once."""
+        self.lose()
+        until(lambda: all(done.calls for _, done in self.wire.given), "all is done")
         until(lambda: self.transport.live() == (0, 0), "payloads are released")
+        until(lambda: not self.sender.open_requests(), "prefill has its blocks back")
         assert self.receiver.waiting() == 0
-        assert list(self.sender.open_requests()) == []
+        assert all(done.calls == 1 for _, done in self.wire.given)
+        assert max(Counter(self.reported()).values(), default=1) == 1  # and each is reported once
 
 
 @contextmanager
-def connected(capacity: int = 1 << 30) -> Iterator[Pair]:
-    pair = Pair(capacity)
+def connected(transport: Transport) -> Iterator[Pair]:
+    pair = Pair(transport)
     try:
         yield pair
     finally:
@@ -191,10 +241,17 @@ def connected(capacity: int = 1 << 30) -> Iterator[Pair]:
         pair.sender.close()
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    with connected() as pair:
+@pytest.fixture(params=["memory", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Over a transport that copies, and over one that reads the source until it is released."""
+    transport = MemoryTransport() if request.param == "memory" else TcpTransport("127.0.0.1", b"k" * 32)
+    with connected(transport) as pair:
         yield pair
+
+
+def only(transport: str) -> pytest.MarkDecorator:
+    """A test for one of the two."""
+    return pytest.mark.parametrize("pair", [transport], indirect=True)
 
 
 ALL = [0, 1, 2, 3, 4]
@@ -217,6 +274,8 @@ def test_the_steps_of_prefill_become_chunks_and_an_end(pair: Pair) -> None:
     assert end == HandoverEnd(RID, 3, PROMPT, FIRST_TOKEN, 5 * BLOCK_PAYLOAD)
     assert set(pair.wire.peers) == {"decode-worker"}
     assert pair.transport.live() == (3, 5 * BLOCK_PAYLOAD)
+    assert pair.sent == ([RID] if pair.transport.name == "memory" else [])
+    pair.quiet()
     assert pair.sent == [RID]
 
 
@@ -232,31 +291,191 @@ def test_a_step_that_adds_nothing_publishes_nothing(pair: Pair) -> None:
     assert [chunk.header.tokens for chunk in pair.wire.chunks()] == [(0, 2 * SIZE), (2 * SIZE, PROMPT)]
 
 
-def test_blocks_are_kept_until_they_have_been_read(pair: Pair) -> None:
+@only("memory")
+def test_blocks_are_kept_until_they_have_been_copied(pair: Pair) -> None:
     entered, go = threading.Event(), threading.Event()
     publish = pair.transport.publish
 
-    def slow(runs: Sequence[Run]) -> object:
+    def slow(runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
         entered.set()
         assert go.wait(WITHIN_S)
-        return publish(runs)
+        return publish(runs, read)
 
-    pair.transport.publish = slow  # type: ignore[method-assign, assignment]
+    pair.transport.publish = slow  # type: ignore[method-assign]
     pair.sender.open(RID, "decode-worker")
     pair.sender.valid(RID, SOURCE, PROMPT)
     assert pair.sender.finish(RID, FIRST_TOKEN)
     assert entered.wait(WITHIN_S)
     assert pair.sender.take_finished() == set()
     with pytest.raises(TimeoutError, match=r"did not catch up within 0\.05 s"):
-        pair.sender.settle(0.05)
+        pair.sender.preempted((), 0.05)
+    assert pair.sender.take_finished() == set()
     go.set()
-    pair.sender.settle(WITHIN_S)
+    pair.sender.preempted((), WITHIN_S)
     assert pair.sender.take_finished() == {RID}
     assert pair.sender.take_finished() == set()
 
 
+@only("tcp")
+@pytest.mark.parametrize("finished", ["before", "after"])
+def test_blocks_are_kept_until_all_chunks_have_been_read(pair: Pair, finished: str) -> None:
+    pair.expect()
+    pair.open()
+    pair.sender.open(RID, "decode-worker")
+    for end in (2 * SIZE, 4 * SIZE, PROMPT):
+        pair.sender.valid(RID, SOURCE, end)
+    if finished == "before":
+        assert pair.sender.finish(RID, FIRST_TOKEN)
+    pair.settle()
+    for index, unread in [(1, 3), (0, 2), (2, 1)]:
+        assert pair.transport.live()[0] == unread
+        assert (pair.reported(), list(pair.sender.open_requests())) == ([], [RID])
+        pair.deliver(index)
+        until(lambda unread=unread: pair.transport.live()[0] == unread - 1, "one is read")  # type: ignore[misc]
+    if finished == "after":
+        pair.settle()
+        assert pair.reported() == []  # prefill still runs
+        assert pair.sender.finish(RID, FIRST_TOKEN)
+        pair.settle()
+    until(pair.reported, "the blocks are given back")
+    pair.deliver(3)
+    pair.loaded()
+    assert pair.written() == ALL
+    pair.close()
+    pair.quiet()
+    assert pair.sent == [RID]
+
+
+@only("tcp")
+def test_a_chunk_that_cannot_be_delivered_holds_no_blocks(pair: Pair) -> None:
+    pair.prefill()
+    assert pair.sent == []
+    pair.lose()
+    assert pair.reported() == [RID]
+    pair.quiet()
+
+
+@only("tcp")
+def test_an_aborted_prefill_gives_its_blocks_back_though_chunks_are_under_way(pair: Pair) -> None:
+    pair.prefill(first_token=None)
+    assert pair.sent == [RID]
+    assert pair.transport.live() == (0, 0)
+
+
+def test_the_tickets_of_chunks_that_are_done_are_not_kept(pair: Pair) -> None:
+    """With some transports, holding a ticket holds the payload."""
+
+    class Held(list[Ticket]):
+        pass
+
+    publish, tickets = pair.transport.publish, weakref.WeakSet[Held]()
+    fetch, release = pair.transport.fetch, pair.transport.release
+
+    def wrapped(runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+        ticket = Held([publish(runs, read)])
+        tickets.add(ticket)
+        return ticket
+
+    pair.transport.publish = wrapped  # type: ignore[method-assign]
+    pair.transport.fetch = lambda ticket, *args: fetch(ticket[0], *args)  # type: ignore[method-assign]
+    pair.transport.release = lambda ticket: release(ticket[0])
+    Held.__hash__ = object.__hash__  # type: ignore[method-assign]
+    pair.expect()
+    pair.open()
+    pair.sender.open(RID, "decode-worker")
+    pair.sender.valid(RID, SOURCE, 2 * SIZE)
+    pair.settle()
+    assert len(tickets) == 1
+    pair.deliver()
+    until(lambda: pair.wire.dones() == [1], "done")
+    pair.wire.given.clear()
+    until(lambda: (gc.collect(), not tickets)[1], "the ticket is forgotten while prefill goes on")
+    assert list(pair.sender.open_requests()) == [RID]
+
+
 def test_finishing_an_unknown_request_keeps_no_blocks(pair: Pair) -> None:
     assert pair.sender.finish("other", 1) is False
+
+
+# -- preemption ----------------------------------------------------------------------------------
+
+
+def test_a_preempted_request_is_given_up(pair: Pair) -> None:
+    pair.expect()
+    pair.open()
+    pair.sender.open(RID, "decode-worker")
+    pair.sender.valid(RID, SOURCE, 2 * SIZE)
+    pair.sender.preempted([RID], WITHIN_S)
+    assert pair.transport.live() == (0, 0)  # its blocks may be overwritten now
+    for layer in pair.source:
+        layer[SOURCE] = 0
+    for end in (2 * SIZE, PROMPT):  # prefill starts over, and is too late
+        pair.sender.valid(RID, SOURCE, end)
+    assert pair.sender.finish(RID, FIRST_TOKEN)
+    pair.settle()
+    assert [type(delivery) for delivery, _ in pair.wire.posted] == [Chunk, HandoverFailed]
+    assert pair.sent == [RID]
+    pair.deliver(1, 0)
+    assert pair.failed() == "prefill was preempted"
+    pair.close()
+    until(lambda: pair.finished() == [RID], "the blocks are given back")
+    assert not any(layer.any() for layer in pair.target)
+    pair.quiet()
+
+
+def test_a_preemption_leaves_other_requests_alone(pair: Pair) -> None:
+    pair.expect()
+    pair.open()
+    pair.sender.open(RID, "decode-worker")
+    pair.sender.open("other", "decode-worker")
+    pair.sender.valid(RID, SOURCE, 2 * SIZE)
+    pair.sender.preempted(["other", "unknown"], WITHIN_S)
+    pair.sender.preempted(["other"], WITHIN_S)
+    pair.sender.valid(RID, SOURCE, PROMPT)
+    assert pair.sender.finish(RID, FIRST_TOKEN)
+    assert pair.sender.finish("other", None)
+    pair.settle()
+    failed = [delivery for delivery, _ in pair.wire.posted if isinstance(delivery, HandoverFailed)]
+    assert failed == [HandoverFailed("other", "prefill was preempted")]  # said once
+    assert "other" in pair.sent
+    pair.wire.posted = [posted for posted in pair.wire.posted if posted[0] is not failed[0]]
+    pair.deliver()
+    pair.loaded()
+    assert pair.written() == ALL
+    pair.close()
+    pair.quiet()
+
+
+@only("tcp")
+def test_a_preemption_waits_for_what_is_being_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    sending, go, send = threading.Event(), threading.Event(), kv.tcp._send
+
+    def slow(*args: object) -> None:
+        sending.set()
+        assert go.wait(WITHIN_S)
+        send(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kv.tcp, "_send", slow)
+    pair.expect()
+    pair.open()
+    pair.sender.open(RID, "decode-worker")
+    pair.sender.valid(RID, SOURCE, 2 * SIZE)
+    pair.settle()
+    pair.deliver()
+    assert sending.wait(WITHIN_S)
+    with pytest.raises(TimeoutError, match=r"still being sent after 0\.1 s"):
+        pair.sender.preempted([RID], 0.1)
+    assert pair.sender.finish(RID, None)
+    pair.sender.preempted((), WITHIN_S)  # the publisher goes on meanwhile
+    assert pair.reported() == []
+    go.set()
+    pair.sender.preempted([RID], WITHIN_S)
+    until(pair.reported, "the blocks are given back")
+    until(lambda: pair.written() == [0, 1], "what was being sent came whole")
+    pair.deliver()
+    assert pair.failed() == "prefill was preempted"
+    pair.close()
+    pair.quiet()
 
 
 # -- orders --------------------------------------------------------------------------------------
@@ -280,13 +499,18 @@ def test_chunks_after_the_blocks(pair: Pair) -> None:
 def test_chunks_before_the_blocks_and_before_the_request(pair: Pair) -> None:
     pair.prefill()
     pair.deliver()
-    until(lambda: pair.transport.waiting == 3, "fetched")
+    time.sleep(0.02)
+    assert pair.transport.waiting == 0  # there is no place for it yet
+    assert pair.wire.dones() == [0, 0, 0]
     assert pair.written() == []
     pair.expect()
     assert pair.finished() == []
     pair.open()
     pair.loaded()
     assert pair.written() == ALL
+    until(lambda: pair.wire.dones() == [1, 1, 1], "done")
+    pair.close()
+    pair.quiet()
 
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (3, 0, 1, 2), (2, 3, 0, 1)], ids=str)
@@ -309,11 +533,11 @@ def test_not_loaded_while_a_chunk_is_missing(pair: Pair) -> None:
     pair.expect()
     pair.open()
     pair.prefill()
-    posted = list(pair.wire.posted)
     pair.deliver(0, 2, 3)
     until(lambda: pair.written() == [0, 1, 4], "two chunks are written")
+    time.sleep(0.02)
     assert pair.finished() == []
-    pair.receiver.deliver(posted[1][0])
+    pair.deliver(1)
     pair.loaded()
 
 
@@ -370,45 +594,88 @@ def test_several_requests_at_once_do_not_mix(pair: Pair) -> None:
 # -- what is wrong is found, and said ------------------------------------------------------------
 
 
-def damaged(pair: Pair, damage: Callable[[Chunk], Chunk]) -> str:
-    """Deliver a prompt whose second chunk is damaged; return the reason of the failure."""
+def damaged(pair: Pair, damage: Callable[[Chunk], Chunk], spoiled: Sequence[int] = ()) -> str:
+    """Deliver a prompt whose second chunk is damaged; return the reason of the failure.
+
+    ``spoiled`` are blocks of the chunk's own that may have been written before the damage is found.
+    """
     pair.expect()
     pair.open()
     pair.prefill()
-    for delivery, taken in pair.wire.posted:
+    for delivery, done in pair.wire.posted:
         second = isinstance(delivery, Chunk) and delivery.header.index == 1
-        pair.receiver.deliver(damage(delivery) if second else delivery)  # type: ignore[arg-type]
-        pair.wire.taken.append(taken)
+        pair.give(damage(delivery) if second else delivery, done)  # type: ignore[arg-type]
+    pair.wire.posted = []
     reason = pair.failed()
-    until(lambda: pair.written() == [0, 1, 4], "the sound chunks are written")
+    until(lambda: pair.written(spoiled) == [0, 1, 4], "the sound chunks are written")
+    until(lambda: pair.wire.dones() == [1, 1, 1], "the damaged one is done too")
     pair.close()
     until(lambda: pair.finished() == [RID], "the blocks are given back")
     pair.quiet()
     return reason
 
 
-def test_a_flipped_bit(pair: Pair) -> None:
+@only("memory")
+@pytest.mark.parametrize("run", [0, 4, 5])
+def test_a_flipped_bit(pair: Pair, run: int) -> None:
     def flip(chunk: Chunk) -> Chunk:
-        run = pair.transport.payload(chunk.ticket)[4]
-        run.flags.writeable = True
-        run[11] ^= 1
+        pair.transport.payload(chunk.ticket)[run][11] ^= 1
         return chunk
 
-    assert "checksum of chunk 1 (tokens 8-16) is" in damaged(pair, flip)
+    reason = damaged(pair, flip, spoiled=[2, 3])
+    assert f"checksum of run {run} of chunk 1 (tokens 8-16) is" in reason
 
 
+def test_source_memory_that_changes_too_early(pair: Pair) -> None:
+    """An engine that reuses blocks before they are reported is found out where it matters."""
+
+    def overwrite(chunk: Chunk) -> Chunk:
+        for layer in pair.source:
+            layer[SOURCE[2]] ^= 255
+        return chunk
+
+    if pair.transport.name == "tcp":
+        assert "checksum of run 0 of chunk 1" in damaged(pair, overwrite, spoiled=[2, 3])
+        return
+    pair.expect()
+    pair.open()
+    pair.prefill()
+    source = [layer.copy() for layer in pair.source]
+    overwrite(pair.wire.chunks()[1])  # it has been copied
+    pair.deliver()
+    pair.loaded()
+    pair.source = source
+    assert pair.written() == ALL
+
+
+@only("memory")
 def test_a_run_too_few(pair: Pair) -> None:
     def cut(chunk: Chunk) -> Chunk:
         pair.transport.payload(chunk.ticket).pop()
         return chunk
 
-    assert "size of chunk 1 is 320, expected 384" in damaged(pair, cut)
+    assert "number of runs is 5, expected 6" in damaged(pair, cut)
+
+
+@only("memory")
+def test_a_run_too_short(pair: Pair) -> None:
+    def cut(chunk: Chunk) -> Chunk:
+        payload = pair.transport.payload(chunk.ticket)
+        payload[5] = payload[5][:-1]
+        return chunk
+
+    assert "size of a run is 63, expected 64" in damaged(pair, cut)
 
 
 def test_the_payload_of_another_request(pair: Pair) -> None:
-    other = pair.transport.publish([np.full(NBYTES, 9, np.uint8)] * (2 * LAYERS))
-    pair.wire.taken.append(lambda: pair.transport.release(other))
-    assert "checksum of chunk 1" in damaged(pair, lambda chunk: replace(chunk, ticket=other))
+    other = pair.transport.publish([np.full(NBYTES, 9, np.uint8)] * (2 * LAYERS), lambda: None)
+
+    def exchange(chunk: Chunk) -> Chunk:
+        return replace(chunk, ticket=other)
+
+    pair.wire.given.append((HandoverFailed("other", ""), released := Done()))
+    threading.Timer(0.2, lambda: (pair.transport.release(other), released())).start()
+    assert "checksum of run 0 of chunk 1" in damaged(pair, exchange, spoiled=[2, 3])
 
 
 def test_a_payload_that_is_gone(pair: Pair) -> None:
@@ -416,7 +683,8 @@ def test_a_payload_that_is_gone(pair: Pair) -> None:
         pair.transport.release(chunk.ticket)
         return chunk
 
-    assert "has been released" in damaged(pair, lose)
+    missing = {"memory": "has been released", "tcp": "no longer has payload"}
+    assert missing[pair.transport.name] in damaged(pair, lose)
 
 
 def test_another_layout(pair: Pair) -> None:
@@ -438,26 +706,37 @@ def test_a_chunk_that_comes_twice_counts_once(pair: Pair, caplog: pytest.LogCapt
     pair.expect()
     pair.open()
     pair.prefill()
+    pair.transport.open.clear()
     pair.deliver(0, 0, 1, 3, 0)
+    time.sleep(0.02)
+    assert pair.wire.dones() == [0, 0, 0, 0]  # the first is fetched by the same ticket
+    pair.transport.open.set()
     until(lambda: pair.written() == [0, 1, 2, 3], "two chunks are written")
     time.sleep(0.05)
-    assert pair.finished() == []  # three deliveries are not three chunks
+    assert pair.finished() == []  # four deliveries are not three chunks
     assert "chunk 0 came twice" in caplog.text
+    assert pair.failures == []
+    pair.deliver(2)
+    pair.loaded()
+    assert pair.transport.waiting == 3  # nothing was fetched twice
+    pair.close()
+    pair.quiet()
 
 
 def test_chunks_with_a_hole_between_them_are_not_a_prompt(pair: Pair) -> None:
     pair.expect()
     pair.open()
     pair.prefill()
-    for delivery, taken in pair.wire.posted:
-        pair.wire.taken.append(taken)
+    for delivery, done in pair.wire.posted:
         if isinstance(delivery, Chunk) and delivery.header.index == 1:
-            pair.receiver.deliver(
-                replace(delivery, header=replace(delivery.header, tokens=(0, 2 * SIZE)))
-            )  # a sound payload that says it is the first part once more
+            # a sound payload that says it is the first part once more
+            pair.give(replace(delivery, header=replace(delivery.header, tokens=(0, 2 * SIZE))), done)
         else:
-            pair.receiver.deliver(delivery)
-    assert "tokens" in pair.failed()
+            pair.give(delivery, done)
+    pair.wire.posted = []
+    assert "chunk 1 holds tokens 0-8, expected them from 8" in pair.failed()
+    pair.close()
+    pair.quiet()
 
 
 def test_a_prompt_that_ends_too_early_is_not_loaded(pair: Pair) -> None:
@@ -466,6 +745,8 @@ def test_a_prompt_that_ends_too_early_is_not_loaded(pair: Pair) -> None:
     pair.prefill(ends=[2 * SIZE, 4 * SIZE])
     pair.deliver()
     assert "tokens" in pair.failed()
+    pair.close()
+    pair.quiet()
 
 
 def test_an_aborted_prefill(pair: Pair) -> None:
@@ -473,20 +754,51 @@ def test_an_aborted_prefill(pair: Pair) -> None:
     pair.open()
     pair.prefill(ends=[2 * SIZE], first_token=None)
     assert pair.sent == [RID]
+    pair.transport.open.clear()  # or fetching the withdrawn chunk would fail first
     pair.deliver()
     assert pair.failed() == "prefill was aborted"
+    pair.transport.open.set()
+    until(lambda: pair.wire.dones() == [1], "done")
+    pair.close()
+    pair.quiet()
 
 
 def test_a_full_store_fails_the_request_with_its_reason() -> None:
-    with connected(capacity=3 * BLOCK_PAYLOAD) as pair:
+    with connected(MemoryTransport(capacity=3 * BLOCK_PAYLOAD)) as pair:
         pair.expect()
         pair.open()
         pair.prefill()
         assert pair.sent == [RID]
         kinds = [type(delivery) for delivery, _ in pair.wire.posted]
         assert kinds == [Chunk, HandoverFailed]  # no end, and no chunk after the gap
+        assert pair.transport.live() == (0, 0)
+        pair.transport.open.clear()
         pair.deliver()
         assert "does not fit" in pair.failed()
+        pair.transport.open.set()
+        pair.close()
+        pair.quiet()
+
+
+@only("memory")
+def test_a_transport_that_fails_in_another_way_fails_the_request_only(pair: Pair) -> None:
+    publish = pair.transport.publish
+
+    def broken(runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+        raise RuntimeError("out of luck")
+
+    pair.transport.publish = broken  # type: ignore[method-assign]
+    pair.prefill()
+    assert pair.sent == [RID]
+    assert pair.wire.posted[0][0] == HandoverFailed(RID, "RuntimeError('out of luck')")
+    pair.wire.posted.clear()
+    pair.transport.publish = publish  # type: ignore[method-assign]
+    pair.expect(request_id="next")
+    pair.open(request_id="next")
+    pair.prefill(request_id="next")
+    pair.deliver()
+    until(lambda: pair.finished() == ["next"], "the next one is loaded")
+    assert pair.written() == ALL
 
 
 def test_a_request_that_was_never_expected(pair: Pair) -> None:
@@ -533,14 +845,34 @@ def test_a_loaded_request_has_no_deadline(pair: Pair) -> None:
     assert pair.failures == []
 
 
-def test_a_prompt_that_decode_had_cached_has_no_deadline_once_all_has_come(pair: Pair) -> None:
-    """Then no blocks are opened, and the request may decode for longer than a handover may take."""
+def test_a_prompt_that_decode_had_cached_needs_the_end_only(pair: Pair) -> None:
+    """Then no blocks are opened: the engine closes it, and may decode for longer than a handover may take."""
     pair.expect(timeout_s=0.2)
     pair.prefill()
-    pair.deliver()
+    pair.deliver(2, 3)
+    end = pair.receiver.ended(RID)
+    assert end is not None
+    assert end.first_token == FIRST_TOKEN
+    assert pair.wire.dones() == [0]
+    pair.close()
+    assert pair.wire.dones() == [1]
+    pair.deliver(0, 1)
+    assert pair.wire.dones() == [1, 1, 1]
     time.sleep(0.25)
     pair.receiver.sweep()
     assert pair.failures == []
+    assert pair.finished() == []
+    assert pair.transport.waiting == 0
+    pair.quiet()
+
+
+def test_a_prompt_that_decode_had_cached_still_has_a_deadline_for_its_end(pair: Pair) -> None:
+    pair.expect(timeout_s=0.05)
+    pair.prefill()
+    pair.deliver(0, 1, 2)
+    time.sleep(0.1)
+    pair.receiver.sweep()
+    assert "0 of an unknown number chunks" in pair.failed()
     pair.close()
     pair.quiet()
 
@@ -573,12 +905,81 @@ def test_closing_while_chunks_are_fetched_reports_the_blocks_once_and_late(pair:
     assert pair.receiver.waiting() == 0
     time.sleep(0.05)
     assert pair.finished() == []  # a thread may still write
+    assert (pair.wire.dones(), pair.wire.dones(HandoverEnd)) == ([0, 0, 0], [1])  # and still reads
     pair.transport.open.set()
     until(lambda: pair.finished(), "the blocks are given back")
+    for layer in pair.target:  # to another request
+        layer[:] = 0
     time.sleep(0.05)
     assert pair.finished() == [RID]
     assert pair.written() == []
     assert pair.failures == []
+    until(lambda: pair.wire.dones() == [1, 1, 1], "done")
+    pair.quiet()
+
+
+def test_closing_drops_the_chunks_that_wait_for_a_thread(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.prefill, "MAX_CHUNK_BYTES", BLOCK_PAYLOAD)
+    pair.transport.open.clear()
+    pair.expect()
+    pair.open()
+    pair.prefill()
+    pair.deliver()
+    until(lambda: pair.transport.waiting == actors.decode.FETCH_THREADS == 4, "all threads fetch")
+    pair.close()
+    pair.transport.open.set()
+    until(lambda: pair.wire.dones() == [1] * 5, "done")
+    assert pair.transport.waiting == 4  # the fifth was not even fetched
+    until(lambda: pair.finished() == [RID], "the blocks are given back")
+    pair.quiet()
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_stopping_is_the_end_of_every_delivery(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, opened: bool
+) -> None:
+    """Of what is being fetched, of what waits for a thread, of what waits for blocks, of what comes late."""
+    monkeypatch.setattr(actors.prefill, "MAX_CHUNK_BYTES", BLOCK_PAYLOAD)
+    pair.transport.open.clear()
+    pair.expect()
+    if opened:
+        pair.open()
+    pair.prefill()
+    pair.deliver(0, 1, 2, 3, 5)
+    until(lambda: pair.transport.waiting == 4 * opened, "all threads fetch")
+    pair.receiver.stop()
+    pair.receiver.stop()
+    pair.deliver(4)
+    pair.transport.open.set()
+    until(lambda: pair.wire.dones() == [1] * 5, "done")
+    pair.quiet()
+
+
+@only("memory")
+def test_a_worker_that_cannot_be_told_of_a_failure_is_done_all_the_same(pair: Pair) -> None:
+    def raising(request_id: str, reason: str) -> None:
+        raise RuntimeError("the event loop is closed")
+
+    pair.receiver._on_failed = raising
+    pair.expect()
+    pair.open()
+    pair.prefill()
+    pair.transport.release(pair.wire.chunks()[0].ticket)
+    pair.deliver()
+    until(lambda: pair.wire.dones() == [1, 1, 1], "done")
+    pair.close()
+    pair.quiet()
+
+
+def test_a_failed_handover_is_done_with_its_chunks_when_it_is_closed(pair: Pair) -> None:
+    pair.expect()
+    pair.prefill(ends=[2 * SIZE, 4 * SIZE], first_token=None)
+    pair.deliver()
+    assert pair.failed() == "prefill was aborted"
+    assert (pair.wire.dones(), pair.wire.dones(HandoverFailed)) == ([0, 0], [1])
+    pair.close()
+    assert pair.wire.dones() == [1, 1]
+    assert pair.transport.waiting == 0
     pair.quiet()
 
 
@@ -586,11 +987,13 @@ def test_closing_a_request_without_blocks_reports_nothing(pair: Pair) -> None:
     pair.expect()
     pair.prefill()
     pair.deliver()
-    until(lambda: pair.transport.waiting == 3, "fetched")
+    assert pair.wire.dones() == [0, 0, 0]
     pair.close()
+    assert pair.wire.dones() == [1, 1, 1]
     pair.close()
     time.sleep(0.05)
     assert pair.finished() == []
+    assert pair.transport.waiting == 0
     pair.quiet()
 
 
@@ -601,6 +1004,7 @@ def test_what_comes_after_the_close_is_dropped(pair: Pair) -> None:
     assert pair.finished() == [RID]
     pair.prefill()
     pair.deliver()
+    assert (pair.wire.dones(), pair.wire.dones(HandoverEnd)) == ([1, 1, 1], [1])  # at once
     pair.quiet()
     assert pair.transport.waiting == 0  # not even fetched
     assert pair.written() == []

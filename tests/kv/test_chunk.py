@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kv.chunk import ChunkHeader, KVLayout, digest
+from kv.chunk import ChunkHeader, KVLayout, Run, checksum, copy_runs
 from kv.errors import (
     ChunkCorrupt,
     KVError,
@@ -22,30 +22,37 @@ RUNS = [np.arange(100, dtype=np.uint8), np.full(28, 7, np.uint8)]
 
 
 def header() -> ChunkHeader:
-    checksum, nbytes = digest(RUNS)
-    return ChunkHeader("r1.0", LAYOUT, 3, (256, 384), (0, 8), nbytes, checksum)
+    checksums = tuple(checksum(run) for run in RUNS)
+    return ChunkHeader("r1.0", LAYOUT, 3, (256, 384), (0, 8), checksums, sum(run.nbytes for run in RUNS))
 
 
-def test_a_digest_covers_the_bytes_in_order_however_they_are_cut() -> None:
-    whole = np.concatenate(RUNS)
-    assert digest(RUNS) == digest([whole]) == digest([whole[:1], whole[1:64], whole[64:]])
-    assert digest(RUNS) != digest(RUNS[::-1])
-    assert digest([]) == (digest([np.empty(0, np.uint8)])[0], 0)
+def test_a_checksum_covers_the_bytes_in_order_wherever_they_lie() -> None:
+    memory = np.tile(RUNS[0], (3, 1))
+    assert checksum(memory[1]) == checksum(RUNS[0]) == checksum(RUNS[0].copy())
+    assert checksum(RUNS[0]) != checksum(np.ascontiguousarray(RUNS[0][::-1]))
+    assert checksum(RUNS[0]) != checksum(RUNS[0][:-1])
+    assert checksum(np.empty(0, np.uint8)) == 0x2D06800538D394C2  # XXH3-64 of nothing, as published
 
 
 def test_the_promised_payload_passes() -> None:
     header().verify(RUNS)
 
 
-@pytest.mark.parametrize("at", [0, 99, 127])
-def test_one_wrong_bit_anywhere_is_found(at: int) -> None:
-    wrong = np.concatenate(RUNS)
-    wrong[at] ^= 1
+@pytest.mark.parametrize("wanted", [(), (0,), (1,)], ids=str)
+def test_the_promised_part_passes(wanted: tuple[int, ...]) -> None:
+    header().verify([run if i in wanted else None for i, run in enumerate(RUNS)])
+
+
+@pytest.mark.parametrize(("run", "at"), [(0, 0), (0, 99), (1, 0), (1, 27)])
+@pytest.mark.parametrize("partial", [False, True])
+def test_one_wrong_bit_anywhere_is_found(run: int, at: int, partial: bool) -> None:
+    wrong: list[Run | None] = [None if partial and i != run else part.copy() for i, part in enumerate(RUNS)]
+    wrong[run][at] ^= 1  # type: ignore[index]
     with pytest.raises(ChunkCorrupt) as caught:
-        header().verify([wrong])
+        header().verify(wrong)
     error = caught.value
     assert error.request_id == "r1.0"
-    assert error.field == "checksum of chunk 3 (tokens 256-384)"
+    assert error.field == f"checksum of run {run} of chunk 3 (tokens 256-384)"
     assert str(error) == f"KV of request r1.0: {error.field} is {error.found}, expected {error.expected}"
 
 
@@ -53,9 +60,27 @@ def test_one_wrong_bit_anywhere_is_found(at: int) -> None:
 def test_a_payload_of_another_size_is_found(runs: list[np.ndarray]) -> None:
     with pytest.raises(ChunkCorrupt) as caught:
         header().verify(runs)
-    assert caught.value.field == "size of chunk 3"
-    assert caught.value.expected == 128
-    assert caught.value.found == sum(run.nbytes for run in runs)
+    assert caught.value.field == "runs of chunk 3"
+    assert (caught.value.expected, caught.value.found) == (2, len(runs))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [[RUNS[0][:-1], RUNS[1]], [RUNS[0], np.append(RUNS[1], RUNS[1][:1])], RUNS[::-1]],
+    ids=["short", "long", "swapped"],
+)
+def test_runs_of_another_size_are_found(runs: list[np.ndarray]) -> None:
+    with pytest.raises(ChunkCorrupt, match=r"checksum of run [01] of chunk 3"):
+        header().verify(runs)
+
+
+def test_copying_into_memory_of_another_size_writes_nothing() -> None:
+    into = [np.zeros(100, np.uint8), np.zeros(29, np.uint8)]
+    with pytest.raises(ChunkCorrupt, match="KV of request t: size of a run is 28, expected 29"):
+        copy_runs("t", RUNS, into)
+    with pytest.raises(ChunkCorrupt, match="KV of request t: number of runs is 2, expected 1"):
+        copy_runs("t", RUNS, into[:1])
+    assert not any(run.any() for run in into)
 
 
 def test_equal_layouts_pass() -> None:

@@ -1,7 +1,7 @@
 """The reference transport."""
 
 import pytest
-from transport_suite import TransportSuite, payload, same
+from transport_suite import Read, TransportSuite, fetched, nothing, payload, room, same
 
 from kv.errors import PeerLost, StoreFull
 from kv.memory import MemoryTransport
@@ -14,25 +14,27 @@ class TestMemory(TransportSuite):
         return MemoryTransport()
 
     def lost_ticket(self, sender: Transport) -> Ticket:
-        ticket = sender.publish(payload(0))
+        ticket = sender.publish(payload(0), nothing)
         sender.release(ticket)
         return ticket
 
 
 def test_a_full_store_says_how_full_and_takes_more_after_a_release() -> None:
-    transport = MemoryTransport(capacity=10_000)
-    first = transport.publish(payload(1, runs=1, nbytes=8_000))
+    transport, refused = MemoryTransport(capacity=10_000), Read()
+    first = transport.publish(payload(1, runs=1, nbytes=8_000), nothing)
     with pytest.raises(StoreFull, match="3000 bytes does not fit: 8000 of 10000 in use"):
-        transport.publish(payload(2, runs=1, nbytes=3_000))
+        transport.publish(payload(2, runs=1, nbytes=3_000), refused)
     assert transport.live() == (1, 8_000)
     transport.release(first)
-    second = transport.publish(payload(2, runs=1, nbytes=3_000))
-    assert same(transport.fetch(second, 1), payload(2, runs=1, nbytes=3_000))
+    sent = payload(2, runs=1, nbytes=3_000)
+    assert same(fetched(transport, transport.publish(sent, nothing), sent), sent)
+    transport.close()
+    assert refused.calls == 0  # what was not taken is never read
 
 
 def test_nothing_can_be_fetched_after_close() -> None:
     transport = MemoryTransport()
-    ticket = transport.publish(payload(1))
+    ticket = transport.publish(payload(1), nothing)
     transport.close()
     with pytest.raises(PeerLost, match=ticket):
-        transport.fetch(ticket, 1)
+        transport.fetch(ticket, room(payload(1)), 1)
