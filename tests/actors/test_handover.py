@@ -582,6 +582,20 @@ def test_closing_while_chunks_are_fetched_reports_the_blocks_once_and_late(pair:
     pair.quiet()
 
 
+def test_the_end_is_known_after_the_close(pair: Pair) -> None:
+    """A request that ends with its first output is closed before that output is told to the gateway."""
+    pair.expect()
+    pair.open()
+    pair.prefill()
+    pair.deliver()
+    pair.loaded()
+    pair.close()
+    pair.close()
+    end = pair.receiver.ended(RID)
+    assert end is not None
+    assert end.nbytes == 5 * BLOCK_PAYLOAD
+
+
 def test_closing_a_request_without_blocks_reports_nothing(pair: Pair) -> None:
     pair.expect()
     pair.prefill()

@@ -16,6 +16,7 @@ from typing import Any
 TOP = 5
 """How many of the likeliest tokens the reference tells at each position."""
 
+STARTED_WITHIN_S = 300.0
 ANSWERED_WITHIN_S = 120.0
 
 
@@ -54,7 +55,11 @@ class Undivided:
         self._pipe = pipe
 
     def generate(self, prompt: Sequence[int], **params: Any) -> Reference:
-        """Complete a prompt; `params` are vLLM's SamplingParams, greedy unless they say otherwise."""
+        """Complete a prompt; `params` are vLLM's SamplingParams, greedy unless they say otherwise.
+
+        With `seed_late`, the prompt is prefilled without the seed first: vLLM's CPU build dies of a seeded
+        prompt that it prefills in several chunks.
+        """
         return self._ask("generate", list(prompt), params)
 
     def chat(self, messages: Sequence[Mapping[str, str]], **params: Any) -> Reference:
@@ -80,6 +85,8 @@ def undivided(model: str, engine: Mapping[str, Any]) -> Iterator[Undivided]:
     process.start()
     theirs.close()
     try:
+        assert ours.poll(STARTED_WITHIN_S), f"the reference did not start in {STARTED_WITHIN_S} s"
+        assert ours.recv() == "ready"
         yield Undivided(ours)
     finally:
         ours.close()
@@ -98,6 +105,7 @@ def _serve(pipe: Connection, model: str, engine: dict[str, Any]) -> None:
     from vllm import LLM
 
     llm = LLM(model=model, disable_log_stats=True, **engine)
+    pipe.send("ready")
     while True:
         try:
             kind, prompt, params = pipe.recv()
@@ -107,16 +115,21 @@ def _serve(pipe: Connection, model: str, engine: dict[str, Any]) -> None:
             pipe.send(_answer(llm, kind, prompt, params))
         except Exception as error:
             pipe.send(RuntimeError(f"the reference failed: {error!r}"))
+            llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
 
 
 def _answer(llm: Any, kind: str, prompt: Any, params: dict[str, Any]) -> Reference:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
+    late = params.pop("seed_late", False)
     if (structured := params.get("structured_outputs")) is not None:
         params["structured_outputs"] = StructuredOutputsParams(**structured)
     sampling = SamplingParams(**{"logprobs": TOP, **params})
     llm.reset_prefix_cache()
+    if late:
+        first = SamplingParams(temperature=0.0, max_tokens=1)
+        llm.generate({"prompt_token_ids": prompt}, first, use_tqdm=False)
     if kind == "chat":
         (output,) = llm.chat(prompt, sampling, use_tqdm=False)
     else:
