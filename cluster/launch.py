@@ -131,6 +131,8 @@ def cluster_environment(marker: str, token_path: Path, project: Path) -> dict[st
         # Otherwise an object written to a fresh piece of the store pays for its page faults: a tenth of the
         # speed.
         "RAY_preallocate_plasma_memory": "1",
+        # Ray would give its workers, the engines and the gateway, the lowest priority but four.
+        "RAY_worker_niceness": "0",
         # Idle Python workers cost CPU at start and nothing here would use them.
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
