@@ -122,7 +122,8 @@ class LedgerMiddleware:
 
         async def noting(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if header is None:  # otherwise Serve's proxy returns it
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             elif message.get("body"):
                 record.note_sent()
             await send(message)
