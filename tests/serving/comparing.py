@@ -5,12 +5,15 @@ batch or a cached prefix changes the shapes that the kernels compute with, sums 
 rounded differently; there, and only there, a token may differ if the reference itself held both tokens for
 almost equally likely: to within `TIE`, in logprob. The model's best logits lie below 8, where neighbouring
 bfloat16 values are 1/32 apart; a tie is four such steps.
+
+Where tokens are drawn, such a difference changes one draw in about a hundred. Then what was drawn before is
+the same, and as likely as the reference says, to within `TIE`; and most sequences are the same to their end.
 """
 
 import random
 from collections.abc import Sequence
 
-from asking import Answer
+from asking import Answer, Choice
 from undivided import Reference, Sequenced
 
 ALIKE = 1e-3
@@ -46,3 +49,17 @@ def equal_but_for_ties(tokens: Sequence[int], expected: Sequenced) -> None:
             gap = likely[theirs] - likely[ours]
             assert gap <= TIE, f"token {at} is {ours}, not {theirs}, which is likelier by {gap:.3f}"
             return
+
+
+def equal_until_a_draw(choice: Choice, expected: Sequenced, sure: int = 3) -> bool:
+    """Check a sequence that was drawn with a seed; return whether it is the same to its end.
+
+    The first tokens must be: a generator that is not where it should be shows at once.
+    """
+    assert choice.tokens[:sure] == expected.tokens[:sure]
+    drawn = list(zip(choice.tokens, expected.tokens, strict=True))
+    same = next((at for at, (ours, theirs) in enumerate(drawn) if ours != theirs), len(drawn))
+    for at in range(same):
+        gap = choice.logprobs[at] - expected.logprobs[at][expected.tokens[at]]
+        assert abs(gap) <= TIE, f"token {at} is likelier by {gap:.3f} than in the reference"
+    return same == len(drawn)

@@ -50,16 +50,10 @@ def changed(file: ClusterFile, **keys: Any) -> ClusterFile:
     return ClusterFile.model_validate({**file.model_dump(), **keys})
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "says"),
-    [
-        ("max_model_length", 4096, "max_model_length"),  # there is no such option
-        ("max_model_len", 1_000_000, "max_model_len.*8192"),  # more than the model has positions
-    ],
-)
-def test_an_engine_option_that_vllm_refuses(file: ClusterFile, option: str, value: object, says: str) -> None:
-    with pytest.raises(EngineStartError, match=rf"(?s)worker \w+-worker-0 on node \w+-0.*{says}"):
-        start_workers(changed(file, engine={**ENGINE, option: value}), print)
+def test_an_engine_option_that_vllm_refuses(file: ClusterFile) -> None:
+    says = r"(?s)worker \w+-worker-0 on node \w+-0.*max_model_length"
+    with pytest.raises(EngineStartError, match=says):
+        start_workers(changed(file, engine={**ENGINE, "max_model_length": 4096}), print)
 
 
 def test_nodes_with_different_model_files(file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_an_unknown_model(endpoint: Endpoint, kind: str) -> None:
     assert "`other`" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("length", [MAX_LEN + 1, MAX_LEN, MAX_LEN - 3])
+@pytest.mark.parametrize("length", [MAX_LEN + 1, 3 * MAX_LEN])
 def test_a_prompt_that_is_too_long_names_the_lengths(endpoint: Endpoint, length: int) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         endpoint.complete(prompt(length), max_tokens=4)
@@ -152,13 +152,11 @@ def start_and_leave(endpoint: Endpoint, length: int, after: int, **params: Any) 
             pass
 
 
-@pytest.mark.parametrize(
-    "params", [{}, {"presence_penalty": 0.1}, {"n": 3, "temperature": 0.8}, {"prompt_logprobs": 1}], ids=str
-)
+@pytest.mark.parametrize("params", [{}, {"presence_penalty": 0.1}, {"n": 3, "temperature": 0.8}], ids=str)
 def test_a_client_that_leaves_amid_the_answer_frees_everything(
     endpoint: Endpoint, params: dict[str, Any]
 ) -> None:
-    start_and_leave(endpoint, 600, after=1 if "prompt_logprobs" in params else 5, **params)
+    start_and_leave(endpoint, 600, after=5, **params)
     endpoint.settled()
 
 
@@ -269,30 +267,22 @@ def test_decode_dies_amid_a_stream(
     back(endpoint, reference, "decode is back")
 
 
-def test_a_request_that_kills_engines_ends_with_an_error_and_the_workers_come_back(
-    endpoint: Endpoint, reference: Undivided
-) -> None:
-    """vLLM's CPU build dies of a seeded prompt that it prefills in several chunks, here on both workers."""
-    deadly = {"max_tokens": 1, "seed": 1, "temperature": 0.8}
-    try:
-        endpoint.complete(prompt(1100, "deadly"), **deadly)
-    except openai.InternalServerError as error:
-        assert error.status_code in (500, 503)
-    else:
-        pytest.skip("this build of vLLM can do it")
-    back(endpoint, reference, "engines are back")
-
-
 def test_no_worker_is_alive(endpoint: Endpoint, reference: Undivided, kill: Callable[[str], None]) -> None:
-    for name in endpoint.workers():
-        kill(name)
-    until(lambda: not any(worker["alive"] for worker in endpoint.workers().values()), "noticed", 10)
+    """A request that the engines die of takes them all; clients are told, and the workers come back.
+
+    vLLM's CPU build dies of a seeded prompt that it prefills in several chunks, here on both workers in turn.
+    Should that be mended one day, both are killed.
+    """
+    body = {"model": endpoint.model, "prompt": prompt(1100, "deadly"), "max_tokens": 1, "seed": 1}
+    response = endpoint.http.post("/v1/completions", json={**body, "temperature": 0.8})
+    if response.status_code == 200:
+        for name in endpoint.workers():
+            kill(name)
+        until(lambda: not any(worker["alive"] for worker in endpoint.workers().values()), "noticed", 10)
     began = time.monotonic()
-    response = endpoint.http.post(
-        "/v1/completions", json={"model": endpoint.model, "prompt": "Hello", "max_tokens": 4}
-    )
+    response = endpoint.http.post("/v1/completions", json={**body, "seed": None})
     assert response.status_code == 503
-    assert "alive" in response.json()["error"]["message"]
+    assert "none of the 2 workers is alive" in response.json()["error"]["message"]
     assert endpoint.http.get("/health").status_code == 503
     assert time.monotonic() - began < 5
     back(endpoint, reference, "all are back")
