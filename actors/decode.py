@@ -120,7 +120,7 @@ class Receiver:
         self._cache, self._layout, self._transport = cache, layout, transport
         self._marks, self._wake, self._on_failed = marks, wake, on_failed
         self._incoming: dict[str, _Incoming] = {}
-        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._closed: OrderedDict[str, HandoverEnd | None] = OrderedDict()
         self._finished: set[str] = set()
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-receiver")
@@ -207,10 +207,10 @@ class Receiver:
             self._report_if_complete(request_id, incoming)
 
     def ended(self, request_id: str) -> HandoverEnd | None:
-        """Return the end of the handover, once it has been delivered."""
+        """Return the end of the handover, once it has been delivered; for a while also after ``close``."""
         with self._lock:
             incoming = self._incoming.get(request_id)
-            return incoming.end if incoming else None
+            return incoming.end if incoming else self._closed.get(request_id)
 
     def take_finished(self) -> set[str]:
         """Return opened requests into whose blocks nothing is written any more, each once."""
@@ -226,7 +226,8 @@ class Receiver:
         """
         with self._lock:
             incoming = self._incoming.pop(request_id, None)
-            self._closed[request_id] = None
+            if incoming is not None or request_id not in self._closed:
+                self._closed[request_id] = incoming.end if incoming else None
             while len(self._closed) > CLOSED_KEPT:
                 self._closed.popitem(last=False)
             unwanted = [*incoming.parked, *incoming.repeated] if incoming is not None else []

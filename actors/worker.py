@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
 CALL_TIMEOUT_S = 60.0
+TOLD_WITHIN_S = 0.5
+"""A worker whose engine died ends this long after it has told its gateways."""
 
 
 class Worker:
@@ -81,9 +83,11 @@ class Worker:
 
         Raises:
             EngineStartError: the engine could not be built; carries vLLM's own message.
+            WorkerError: the engine died since.
 
         """
         if self._info is not None:
+            await self.check()
             return self._info
         self._loop = asyncio.get_running_loop()
         self._engine.start()

@@ -30,14 +30,13 @@ MARKER: Final = "HANDOFF_CLUSTER"
 NODE_NAME: Final = "HANDOFF_NODE_NAME"
 
 
-AGENT_PORTS: Final = (
-    "dashboard-agent-listen-port",
-    "dashboard-agent-grpc-port",
-    "runtime-env-agent-port",
-    "metrics-export-port",
-)
-"""Ports that every node needs. Left to choose one itself, a raylet waits for its agents to tell, and gives up
-after 15 s, which is not enough for several nodes that start on a busy machine."""
+AGENT_PORTS: Final[Mapping[str, str]] = {
+    "dashboard-agent-listen-port": "dashboard_agent_listen_port",
+    "dashboard-agent-grpc-port": "metrics_agent_port",
+    "runtime-env-agent-port": "runtime_env_agent_port",
+    "metrics-export-port": "metrics_export_port",
+}
+"""Ports of a node's agents: options of `ray start`, and the names by which the agents tell the raylet."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,10 @@ class Ports:
     client: int
     dashboard: int
     agents: tuple[tuple[int, ...], ...]
+
+    def of_node(self, index: int) -> dict[str, int]:
+        """The agents' ports of the node at `index`, the head being 0."""
+        return dict(zip(AGENT_PORTS.values(), self.agents[index], strict=True))
 
     @staticmethod
     def needed(nodes: int) -> int:
@@ -64,7 +67,11 @@ class Ports:
 
 @dataclass(frozen=True)
 class NodeLaunch:
-    """One node to start: the `ray start` arguments after the executable, and environment on top of ours."""
+    """One node to start.
+
+    argv: arguments of `ray start`. env: environment on top of the cluster's. agents: the ports of its agents,
+    by the names of `AGENT_PORTS`.
+    """
 
     name: str
     group: str
@@ -72,6 +79,7 @@ class NodeLaunch:
     address: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    agents: Mapping[str, int]
 
 
 def launches(file: ClusterFile, temp_dir: Path, ports: Ports, cores: Sequence[int]) -> list[NodeLaunch]:
@@ -80,8 +88,10 @@ def launches(file: ClusterFile, temp_dir: Path, ports: Ports, cores: Sequence[in
     binds = cpu_binds(file, cores)
     nodes = [_head(file, _common(HEAD, 0, temp_dir, ports), ports)]
     for index, node in enumerate(file.each_node(), start=1):
-        common = _common(node.name, index, temp_dir, ports)
-        nodes.append(_node(file, node, _address(index), gcs, common, binds[node.name]))
+        env = {NODE_NAME: node.name, "VLLM_CPU_OMP_THREADS_BIND": binds[node.name]}
+        argv = (*_offer(file, node, gcs), *_common(node.name, index, temp_dir, ports))
+        role, agents = node.spec.role, ports.of_node(index)
+        nodes.append(NodeLaunch(node.name, node.group, role, _address(index), argv, env, agents))
     return nodes
 
 
@@ -121,6 +131,8 @@ def cluster_environment(marker: str, token_path: Path, project: Path) -> dict[st
         # Otherwise an object written to a fresh piece of the store pays for its page faults: a tenth of the
         # speed.
         "RAY_preallocate_plasma_memory": "1",
+        # Ray would give its workers, the engines and the gateway, the lowest priority but four.
+        "RAY_worker_niceness": "0",
         # Idle Python workers cost CPU at start and nothing here would use them.
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
@@ -150,15 +162,14 @@ def _head(file: ClusterFile, common: Iterable[str], ports: Ports) -> NodeLaunch:
         f"--labels={LABEL_NODE}={HEAD},{LABEL_ROLE}={GATEWAY}",
         *common,
     )
-    return NodeLaunch(HEAD, HEAD, GATEWAY, _address(0), argv, {NODE_NAME: HEAD})
+    return NodeLaunch(HEAD, HEAD, GATEWAY, _address(0), argv, {NODE_NAME: HEAD}, ports.of_node(0))
 
 
-def _node(
-    file: ClusterFile, node: Node, address: str, gcs: str, common: Iterable[str], bind: str
-) -> NodeLaunch:
+def _offer(file: ClusterFile, node: Node, gcs: str) -> tuple[str, ...]:
+    """What a node of the file joins, and what it brings."""
     spec = node.spec
     labels = {LABEL_NODE: node.name, LABEL_GROUP: node.group, LABEL_ROLE: spec.role, **spec.labels}
-    argv = (
+    return (
         f"--address={gcs}",
         f"--num-cpus={spec.cpus}",
         f"--num-gpus={spec.gpus}",
@@ -166,10 +177,7 @@ def _node(
         f"--object-store-memory={spec.object_store}",
         f"--resources={json.dumps(file.resources_of(node))}",
         f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
-        *common,
     )
-    env = {NODE_NAME: node.name, "VLLM_CPU_OMP_THREADS_BIND": bind}
-    return NodeLaunch(node.name, node.group, spec.role, address, argv, env)
 
 
 def _address(index: int) -> str:
@@ -186,7 +194,7 @@ def _common(name: str, index: int, temp_dir: Path, ports: Ports) -> Iterator[str
     # 0 is any free port; the default is one fixed range for all nodes.
     yield "--min-worker-port=0"
     yield "--max-worker-port=0"
-    for option, port in zip(AGENT_PORTS, ports.agents[index], strict=True):
+    for option, port in zip(AGENT_PORTS, ports.of_node(index).values(), strict=True):
         yield f"--{option}={port}"
     yield "--include-log-monitor=false"
     yield "--disable-usage-stats"

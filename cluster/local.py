@@ -19,7 +19,7 @@ from cluster.state import StateDir
 
 __all__ = ["LocalCluster", "LocalNode", "Progress", "clusters", "down", "held", "running", "up"]
 
-DEADLINE_S: Final = 120.0
+DEADLINE_S: Final = 180.0
 """Generous: a node that dies ends the wait at once, so only one that hangs, or a busy machine, needs it."""
 
 

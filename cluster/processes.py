@@ -56,6 +56,16 @@ def end(marker: str, spare: Collection[int] = (), within_s: float = 10.0) -> lis
     return []
 
 
+def wait_gone(marker: str, within_s: float) -> None:
+    """Wait until no process of the cluster lives; end those that still do after `within_s` seconds."""
+    deadline = time.monotonic() + within_s
+    while marked(marker):
+        if time.monotonic() > deadline:
+            end(marker)
+            return
+        time.sleep(0.02)
+
+
 def kill(processes: Iterable[psutil.Process], within_s: float = 3.0) -> None:
     """SIGKILL, then wait until they are gone."""
     victims = list(processes)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from cluster.file import ClusterFile
-from cluster.processes import carries, end
+from cluster.processes import carries, end, wait_gone
 from cluster.state import NodeStatus, StateDir, home
 
 _POLL_S: Final = 0.1
@@ -71,9 +71,11 @@ def clusters() -> list[LocalCluster]:
 def terminate(state: StateDir, within_s: float) -> None:
     """Have the supervisor end the cluster, end what does not obey, and clean up."""
     deadline = time.monotonic() + within_s
+    last = state.plan()
     told = False
     while state.locked():
         plan, status = state.plan(), state.status()
+        last = plan or last
         if not told and plan and status and carries(status.supervisor_pid, plan.marker):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(status.supervisor_pid, signal.SIGTERM)
@@ -81,7 +83,9 @@ def terminate(state: StateDir, within_s: float) -> None:
         if plan and time.monotonic() > deadline:
             end(plan.marker)
         time.sleep(_POLL_S)
-    lock = state.try_lock()
-    if lock is not None:
+    if (lock := state.try_lock()) is not None:
         state.clean()
         os.close(lock)
+    if last is not None:
+        # The reaper gives up the lock an instant before it ends.
+        wait_gone(last.marker, within_s=5.0)

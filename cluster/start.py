@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,10 +24,10 @@ from cluster.launch import (
     launches,
     shared_memory,
 )
-from cluster.network import accepts, free_ports
+from cluster.network import free_ports
 from cluster.running import LocalCluster, running, terminate
 from cluster.sizes import show
-from cluster.state import Plan, StateDir
+from cluster.state import NodeStatus, Plan, StateDir
 from cluster.supervisor import KEEP
 
 Progress = Callable[[str], None]
@@ -73,16 +73,19 @@ class Start:
         """Return when every node is alive; raise BringUpError if one dies or is late."""
         names = [node.name for node in self.plan.nodes]
         progress(f"starting {self.plan.file.name}: {', '.join(names)}")
-        missing = list(names)
-        observer = _Observer(self.plan.address, self.state.token)
-        while missing:
-            alive = observer.alive()
-            for name in [name for name in missing if name in alive]:
-                missing.remove(name)
-                progress(f"{name} is alive")
-            self._check_processes()
-            if missing and self._elapsed() > deadline_s:
-                raise self._failure(missing[0], f"was not alive after {deadline_s:g} s")
+        alive: set[str] = set()
+        while len(alive) < len(names):
+            for name, status in self._statuses().items():
+                if status.state == "dead":
+                    raise self._failure(name, f"ended with exit code {status.exit_code}")
+                if status.state == "alive" and name not in alive:
+                    alive.add(name)
+                    progress(f"{name} is alive")
+            if self.reaper.poll() is not None:
+                raise self._failure("supervisor", "ended")
+            if self._elapsed() > deadline_s:
+                late = next(name for name in names if name not in alive)
+                raise self._failure(late, f"was not alive after {deadline_s:g} s")
             time.sleep(_POLL_S)
         cluster = running(self.plan.file.name)
         if cluster is None:
@@ -103,13 +106,9 @@ class Start:
     def _elapsed(self) -> float:
         return time.monotonic() - self.began
 
-    def _check_processes(self) -> None:
+    def _statuses(self) -> Mapping[str, NodeStatus]:
         status = self.state.status()
-        for name, node in status.nodes.items() if status else ():
-            if node.state == "dead":
-                raise self._failure(name, f"ended with exit code {node.exit_code}")
-        if self.reaper.poll() is not None:
-            raise self._failure("supervisor", "ended")
+        return status.nodes if status else {}
 
     def _failure(self, node: str, what: str) -> BringUpError:
         with contextlib.suppress(FileNotFoundError):
@@ -120,32 +119,6 @@ class Start:
             if launch.name == node:
                 tail += _fatal(self.plan.temp_dir / str(index))
         return BringUpError(f"node {node} {what}. Its last lines:\n{tail}\nAll logs: {self.state.failed}")
-
-
-class _Observer:
-    """Asks the control store which nodes are alive."""
-
-    def __init__(self, address: str, token_path: Path) -> None:
-        self._address = address
-        self._token_path = token_path
-        self._look: Callable[[], set[str]] | None = None
-
-    def alive(self) -> set[str]:
-        """Names of the live nodes; none as long as the control store does not answer."""
-        if self._look is None:
-            if not accepts(self._address):
-                return set()
-            self._look = self._connect()
-        return self._look()
-
-    def _connect(self) -> Callable[[], set[str]]:
-        # Imported late: nothing else of bring-up needs Ray in this process, and imported while the first node
-        # starts it costs no time.
-        from cluster.connect import observe
-        from cluster.nodes import snapshot
-
-        state = observe(self._address, self._token_path)
-        return lambda: {node.name for node in snapshot(state)}
 
 
 def _lock(state: StateDir, name: str) -> int:

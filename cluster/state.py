@@ -9,6 +9,7 @@ $XDG_STATE_HOME/handoff/NAME/      (default ~/.local/state/handoff/NAME/)
 $XDG_STATE_HOME/handoff/NAME.failed/   logs of the last bring-up that failed
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -22,7 +23,7 @@ from cluster.launch import NodeLaunch
 from cluster.processes import end
 
 M = TypeVar("M", bound=BaseModel)
-NodeState = Literal["waiting", "started", "dead"]
+NodeState = Literal["waiting", "starting", "alive", "dead"]
 
 
 class Plan(BaseModel):
@@ -38,13 +39,17 @@ class Plan(BaseModel):
 
 
 class NodeStatus(BaseModel):
-    """What the supervisor knows of a node's `ray start` process."""
+    """What the supervisor knows of a node's `ray start` process.
+
+    alive: it has seen the node in the control store. `starts` counts the attempts.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     state: NodeState = "waiting"
     pid: int | None = None
     exit_code: int | None = None
+    starts: int = 0
 
 
 class Status(BaseModel):
@@ -162,7 +167,18 @@ class StateDir:
             if died or (self.path / "keep-logs").exists():
                 self._move_logs(plan)
             shutil.rmtree(plan.temp_dir, ignore_errors=True)
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove the folder, the lock last: who takes the name next must not find us still at work in it."""
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry != self._lock:
+                entry.unlink(missing_ok=True)
+        self._lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody has taken the name already
+            self.path.rmdir()
 
     def _move_logs(self, plan: Plan) -> None:
         shutil.rmtree(self.failed, ignore_errors=True)

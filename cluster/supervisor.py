@@ -20,15 +20,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from cluster.agents import announce
 from cluster.launch import NodeLaunch
 from cluster.names import HEAD
-from cluster.network import accepts
 from cluster.processes import has_dead_child
-from cluster.state import NodeStatus, Plan, StateDir, Status
+from cluster.state import NodeState, NodeStatus, Plan, StateDir, Status
 
 KEEP: Final = b"keep"
 _GRACE_S: Final = 8.0
 _TICK_S: Final = 0.1
+_MAX_STARTS: Final = 3
+_STARTED: Final = b"Ray runtime started"
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _LIBC: Final = ctypes.CDLL(None)  # loaded before any fork
@@ -41,30 +43,34 @@ class Supervisor:
         self._state = state
         self._plan = plan
         self._lifeline: int | None = lifeline
+        self._nodes = {node.name: node for node in plan.nodes}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._statuses = {node.name: NodeStatus() for node in plan.nodes}
+        self._announced: set[str] = set()
         self._stopping = False
-        self._next_look = 0.0
 
     def stop(self, _signal: int = 0, _frame: FrameType | None = None) -> None:
         """Make `run` end the nodes and return. Fit to be a signal handler."""
         self._stopping = True
 
     def run(self) -> None:
-        """Start the head, the other nodes as soon as they can reach it, and watch them until told to stop."""
-        head, *others = self._plan.nodes
-        self._start(head)
+        """Start the nodes and watch them until told to stop, then end them."""
         self._save()
         while not self._stopping:
-            if others and accepts(self._plan.address):
-                for node in others:
-                    self._start(node)
-                others = []
-                self._save()
-            self._end_broken_starts()
+            self._start_some()
+            self._note_arrivals()
             self._note_deaths()
             self._read_lifeline()
         self._end_nodes()
+
+    def _in(self, state: NodeState) -> list[str]:
+        return [name for name, status in self._statuses.items() if status.state == state]
+
+    def _start_some(self) -> None:
+        """Start waiting nodes: the head first and alone, the others as many at once as the CPUs can bear."""
+        width = max(1, (os.cpu_count() or 1) // 2) if self._statuses[HEAD].state == "alive" else 1
+        for name in self._in("waiting")[: width - len(self._in("starting"))]:
+            self._start(self._nodes[name])
 
     def _start(self, node: NodeLaunch) -> None:
         with self._state.log_of(node.name).open("wb") as log:
@@ -77,29 +83,44 @@ class Supervisor:
                 preexec_fn=_die_with_parent,
             )
         self._processes[node.name] = process
-        self._statuses[node.name] = NodeStatus(state="started", pid=process.pid)
+        self._announced.discard(node.name)
+        starts = self._statuses[node.name].starts + 1
+        self._set(node.name, NodeStatus(state="starting", pid=process.pid, starts=starts))
+
+    def _note_arrivals(self) -> None:
+        """`ray start` says that the runtime has started once it finds the node in the control store.
+
+        Until then it does not look after its children, and waits for a dead raylet for more than a minute.
+        """
+        for name in self._in("starting"):
+            process = self._processes[name]
+            if _STARTED in self._state.log_of(name).read_bytes():
+                self._set(
+                    name, NodeStatus(state="alive", pid=process.pid, starts=self._statuses[name].starts)
+                )
+            elif name not in self._announced and announce(process.pid, self._nodes[name].agents):
+                self._announced.add(name)
+            elif has_dead_child(process.pid, ("raylet", "gcs_server")):
+                process.kill()
+                process.wait()
 
     def _note_deaths(self) -> None:
-        for name, process in self._processes.items():
+        for name in (*self._in("starting"), *self._in("alive")):
+            process, status = self._processes[name], self._statuses[name]
             code = process.poll()
-            if code is not None and self._statuses[name].state != "dead":
-                self._statuses[name] = NodeStatus(state="dead", pid=process.pid, exit_code=code)
-                self._save()
-                print(f"node {name} ended with exit code {code}", flush=True)
-                if name == HEAD:
-                    self.stop()  # without the head's services no node can be used or restarted
+            if code is None:
+                continue
+            print(f"node {name} ended with exit code {code}, start {status.starts}", flush=True)
+            if status.state == "starting" and status.starts < _MAX_STARTS and name != HEAD:
+                self._set(name, status.model_copy(update={"state": "waiting"}))
+                continue
+            self._set(name, status.model_copy(update={"state": "dead", "exit_code": code}))
+            if name == HEAD:
+                self.stop()  # without the head's services no node can be used or restarted
 
-    def _end_broken_starts(self) -> None:
-        """End a `ray start` whose raylet or control store has died.
-
-        Once it runs it notices such a death itself; while it starts it waits in vain for more than a minute.
-        """
-        if time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + 1.0
-        for process in self._processes.values():
-            if process.poll() is None and has_dead_child(process.pid, ("raylet", "gcs_server")):
-                process.kill()
+    def _set(self, name: str, status: NodeStatus) -> None:
+        self._statuses[name] = status
+        self._save()
 
     def _read_lifeline(self) -> None:
         if self._lifeline is None:

@@ -91,10 +91,11 @@ class ClusterEngineClient(EngineClient):
         queue = RequestOutputCollector(request.params.output_kind, request.request_id)
         finished = False
         try:
-            self._start(request, text, queue)
+            record = self._start(request, text, queue)
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
+                record.passed += sum(len(part.token_ids) for part in output.outputs)
                 yield output
         finally:
             if not finished:
@@ -112,8 +113,8 @@ class ClusterEngineClient(EngineClient):
         self.input_processor.assign_request_id(request)
         return request
 
-    def _start(self, request: EngineCoreRequest, text: str | None, queue: RequestOutputCollector) -> None:
-        """Send a request, or its ``n`` children, to the workers."""
+    def _start(self, request: EngineCoreRequest, text: str | None, queue: RequestOutputCollector) -> Record:
+        """Send a request, or its ``n`` children, to the workers; return its record."""
         record = current.get() or Record(request.request_id)
         record.note("tokenized")
         record.facts.setdefault("prompt_tokens", len(request.prompt_token_ids or ()))
@@ -122,7 +123,7 @@ class ClusterEngineClient(EngineClient):
         if params.n == 1:
             self.output_processor.add_request(request, text, None, 0, queue)
             self.dispatcher.submit(request, record)
-            return
+            return record
         parent = ParentRequest(request)
         for index in range(params.n):
             child_id, child_params = parent.get_child_info(index)
@@ -130,6 +131,7 @@ class ClusterEngineClient(EngineClient):
             child.request_id, child.sampling_params = child_id, child_params
             self.output_processor.add_request(child, text, parent, index, queue)
             self.dispatcher.submit(child, record if index == 0 else Record(child_id))
+        return record
 
     def _deliver(self, outputs: list[EngineCoreOutput]) -> list[str]:
         """Detokenise and queue outputs; return requests that a stop string has ended."""

@@ -122,13 +122,10 @@ class LedgerMiddleware:
 
         async def noting(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if header is None:  # otherwise Serve's proxy returns it
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             elif message.get("body"):
-                moments = record.moments
-                if "first_token" in moments or "decode_token" in moments:
-                    record.note("sent")
-                if "decode_token" in moments:
-                    record.note("decode_sent")
+                record.note_sent()
             await send(message)
 
         await self.app(scope, receive, noting)

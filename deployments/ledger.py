@@ -45,12 +45,22 @@ class Record:
         request_id: as the client sees it.
         moments: name to seconds on the gateway's clock.
         facts: workers, nodes, mode, transport, bytes and whatever else is worth telling.
+        passed: output tokens that vLLM's server has been given, to put into the response.
 
     """
 
     request_id: str
     moments: dict[str, float] = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
+    passed: int = 0
+
+    def note_sent(self) -> None:
+        """Note that a piece of the response leaves now, with every token that has been passed."""
+        if self.passed:
+            self.note("sent")
+        from_prefill = 1 if self.facts.get("mode") == "first-token" else 0
+        if self.passed > from_prefill and "decode_token" in self.moments:
+            self.note("decode_sent")
 
     def note(self, moment: str, at: float | None = None) -> None:
         """Note a moment once, now or at a given time on the gateway's clock."""

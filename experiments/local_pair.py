@@ -18,6 +18,8 @@ ENGINE: Final[Mapping[str, Any]] = {
 }
 """vLLM options of every engine here, the undivided one included. Compiling would be most of the run."""
 
+CPUS: Final = 1
+"""Of each worker."""
 OBJECT_STORE: Final = 512 * 2**20
 
 
@@ -26,7 +28,7 @@ def local_pair(name: str, model: str, engine: Mapping[str, Any] = ENGINE) -> Clu
 
     The cluster's name ends with this process's id: runs at the same time do not meet.
     """
-    node = {"cpus": 1, "memory": 4 * 2**30, "object_store": OBJECT_STORE}
+    node = {"cpus": CPUS, "memory": 4 * 2**30, "object_store": OBJECT_STORE}
     return ClusterFile.model_validate(
         {
             "name": f"{name}-{os.getpid()}",

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -52,17 +52,14 @@ class Run:
     samples: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def of(
-        cls,
-        kind: str,
-        started: datetime,
-        parameters: Mapping[str, Any],
-        results: Mapping[str, Any],
-        samples: Sequence[Mapping[str, Any]],
-    ) -> Self:
-        """Return the run with the facts about this machine filled in."""
-        at = started.astimezone(UTC).isoformat(timespec="seconds")
-        return cls(kind, at, host_facts(), commit(), versions(), parameters, results, samples)
+    def begin(cls, kind: str, parameters: Mapping[str, Any]) -> Self:
+        """Return a run that begins now, with the facts about this machine and this code, and no results."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(kind, now, host_facts(), commit(), versions(), parameters, {}, ())
+
+    def end(self, results: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Self:
+        """Return the run with what came out of it."""
+        return replace(self, results=results, samples=list(samples))
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of the file."""

@@ -68,16 +68,28 @@ def answers(
     requests: Sequence[Mapping[str, Any]],
     max_tokens: int,
     bind: str,
+    threads: int,
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Compute greedy answers with an undivided engine; see ``actors/reference.py`` for the form.
+
+    Args:
+        model: local path or hub id.
+        engine: vLLM engine options, passed on unchanged.
+        requests: what is asked.
+        max_tokens: length of every answer.
+        bind: CPUs of the engine's threads.
+        threads: ``OMP_NUM_THREADS``, which Ray sets to the CPUs of a worker. Kernels divide their work by it
+            when they are first used, and so round otherwise: a near tie between two tokens can fall the other
+            way, although the engine computes with the threads of ``bind`` in any case.
+        progress: takes one line per step.
 
     Raises:
         ChildError: it failed, with the end of its log, or took too long.
 
     """
     asked = {"model": model, "engine": dict(engine), "max_tokens": max_tokens, "requests": list(requests)}
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": bind}
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": str(threads)}
     argv = ["-m", "actors.reference", "{folder}/asked.json", "{folder}/answers.json"]
     began = told = time.monotonic()
     with child("reference", argv, environment, {"asked.json": json.dumps(asked)}) as running:

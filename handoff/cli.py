@@ -21,7 +21,7 @@ from typing import Annotated, Final
 
 import typer
 
-from handoff import console, model, nodes, serve
+from handoff import bench, console, demo, model, nodes, serve
 
 app = typer.Typer(
     name="handoff",
@@ -32,8 +32,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS: Final = (nodes, serve)
-_GROUPS: Final = {"model": model}
+_COMMANDS: Final = (demo, nodes, serve)
+_GROUPS: Final = {"model": model, "bench": bench}
 
 
 def _print_version(wanted: bool) -> None:

@@ -92,12 +92,12 @@ def _the_one(name: str | None) -> LocalCluster:
 
 def _table(cluster: LocalCluster, nodes: list[NodeReport]) -> Table:
     table = Table(
-        title=f"{cluster.name}  {cluster.address}  supervisor {cluster.supervisor_pid}",
+        title=f"{cluster.name}  {cluster.address}  supervisor {cluster.supervisor_pid}  (free/total)",
         title_justify="left",
         header_style="bold",
         box=None,
     )
-    for column in ("node", "role", "address", "state", "cpus free", "gpus free", "slots free", "store"):
+    for column in ("node", "role", "address", "state", "cpus", "gpus", "slots", "store"):
         table.add_column(column, no_wrap=True)
     for node in nodes:
         style = {"alive": "green", "dead": "red"}.get(node.state, "yellow")

@@ -983,6 +983,20 @@ def test_a_failed_handover_is_done_with_its_chunks_when_it_is_closed(pair: Pair)
     pair.quiet()
 
 
+def test_the_end_is_known_after_the_close(pair: Pair) -> None:
+    """A request that ends with its first output is closed before that output is told to the gateway."""
+    pair.expect()
+    pair.open()
+    pair.prefill()
+    pair.deliver()
+    pair.loaded()
+    pair.close()
+    pair.close()
+    end = pair.receiver.ended(RID)
+    assert end is not None
+    assert end.nbytes == 5 * BLOCK_PAYLOAD
+
+
 def test_closing_a_request_without_blocks_reports_nothing(pair: Pair) -> None:
     pair.expect()
     pair.prefill()

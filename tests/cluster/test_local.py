@@ -22,7 +22,7 @@ from traces import Traces, small_file, traces, until
 from cluster.connect import connect
 from cluster.errors import AlreadyRunningError, BringUpError, NotRunningError, PlacementError
 from cluster.file import ClusterFile
-from cluster.local import LocalCluster, down, running, up
+from cluster.local import LocalCluster, down, held, running, up
 from cluster.nodes import snapshot
 from cluster.placement import Placement, WorkerAsk, place
 from cluster.processes import marked
@@ -40,13 +40,11 @@ def cluster() -> Iterator[LocalCluster]:
         d={"role": "decode"},
         b={"role": "both", "cpus": 2, "labels": {"zone": "west"}},
     )
-    started = up(file)
-    connect(started)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
-    yield started
-    ray.shutdown()
-    with contextlib.suppress(NotRunningError):
-        down(file.name)
+    with held(file) as started:
+        connect(started)
+        yield started
+        ray.shutdown()
 
 
 class Probe:
@@ -193,8 +191,41 @@ def test_down_leaves_nothing(cluster: LocalCluster) -> None:
         down(cluster.name)
 
 
-def test_a_node_that_dies_leaves_the_others_and_a_killed_supervisor_leaves_nothing() -> None:
-    started = up(small_file(a={"role": "both", "count": 2}))
+class RayletKiller(threading.Thread):
+    """Kills the raylets of a-0 as they appear, `times` of them."""
+
+    def __init__(self, state: StateDir, times: int) -> None:
+        super().__init__(daemon=True)
+        self.state = state
+        self.times = times
+        self.killed: list[int] = []
+
+    def raylet(self) -> psutil.Process | None:
+        status = self.state.status()
+        if status is None or status.nodes["a-0"].pid is None:
+            return None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(status.nodes["a-0"].pid).children():
+                if child.name() == "raylet" and child.pid not in self.killed:
+                    return child
+        return None
+
+    def run(self) -> None:
+        while len(self.killed) < self.times:
+            until(self.raylet, "a raylet of a-0", within_s=120)
+            if found := self.raylet():
+                self.killed.append(found.pid)
+                found.kill()
+
+
+def test_a_lost_start_is_repeated_a_lost_node_leaves_the_others_and_a_killed_supervisor_nothing() -> None:
+    file = small_file(a={"role": "both", "count": 2})
+    killer = RayletKiller(StateDir.of(file.name), times=1)
+    killer.start()
+    started = up(file)
+    assert len(killer.killed) == 1
+    assert {node.name: node.process.starts for node in started.nodes} == {"head": 1, "a-0": 2, "a-1": 1}
+
     left = traces(started)
     victim = {node.name: node for node in started.nodes}["a-0"]
     assert victim.process.pid is not None
@@ -247,27 +278,14 @@ def test_what_no_supervisor_is_left_to_clean_up_goes_with_down(tmp_path: Path) -
     assert left.remains() == []
 
 
-def test_a_node_whose_raylet_dies_at_its_start_is_named_with_its_log() -> None:
+def test_a_node_that_does_not_start_is_named_with_its_log() -> None:
     file = small_file(a={"role": "both"})
     state = StateDir.of(file.name)
-
-    def raylet() -> psutil.Process | None:
-        plan, status = state.plan(), state.status()
-        if plan is None or status is None or status.nodes["a-0"].pid is None:
-            return None
-        start = psutil.Process(status.nodes["a-0"].pid)
-        return next((child for child in start.children() if child.name() == "raylet"), None)
-
-    def kill_raylet() -> None:
-        until(raylet, "the raylet of a-0 starts")
-        if found := raylet():
-            found.kill()
-
-    killer = threading.Thread(target=kill_raylet)
+    killer = RayletKiller(state, times=3)
     killer.start()
     with pytest.raises(BringUpError, match=r"node a-0 ended with exit code") as caught:
         up(file)
-    killer.join()
+    assert len(killer.killed) == 3
     assert str(state.failed) in str(caught.value)
     assert (state.failed / "head.log").exists()
     assert not state.path.exists()

@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import pytest
 
+from deployments.ledger import Record
 from experiments.ledger import FIRST_TOKEN, HANDOVER, breakdown, exposed_ms, stages_ms
 
 MS = 1e-3
@@ -91,3 +92,26 @@ def test_a_moment_that_was_not_noted_is_an_error() -> None:
 
 def test_stages_are_in_milliseconds() -> None:
     assert stages_ms({"a": 1.0, "b": 1.25}, [("wait", "a", "b")]) == {"wait": 250.0}
+
+
+def test_a_piece_of_the_response_takes_along_only_tokens_that_were_passed_before() -> None:
+    record = Record("r", facts={"mode": "first-token"})
+    record.note_sent()  # headers and the like: no token yet
+    assert "sent" not in record.moments
+    record.passed = 1
+    record.note(
+        "decode_token", 5.0
+    )  # decode is so quick that its token is here before the first one has left
+    record.note_sent()
+    assert "sent" in record.moments
+    assert "decode_sent" not in record.moments
+    record.passed = 2
+    record.note_sent()
+    assert record.moments["decode_sent"] >= record.moments["sent"]
+
+
+def test_where_decode_samples_every_token_the_first_one_is_its_own() -> None:
+    record = Record("r", facts={"mode": "decode-samples"}, passed=1)
+    record.note("decode_token", 5.0)
+    record.note_sent()
+    assert {"sent", "decode_sent"} <= record.moments.keys()
