@@ -35,6 +35,7 @@ class Ask:
     title: str
     prompt: str | None = None
     messages: tuple[Mapping[str, str], ...] = ()
+    streamed: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """Return the form that ``actors/reference.py`` takes."""
@@ -171,10 +172,10 @@ def questions(url: str, model: str) -> list[Ask]:
     chat = ({"role": "system", "content": "You are brief."}, {"role": "user", "content": QUESTION})
     summary = ({"role": "user", "content": f"Summarise this:\n\n{three_thousand}"},)
     return [
-        Ask("completion", prompt="def fibonacci(n):\n    "),
-        Ask("chat, streamed", messages=chat),
-        Ask("long text, streamed", prompt=thousand),
-        Ask("chat about a long text, streamed", messages=summary),
+        Ask("completion", prompt="def fibonacci(n):\n    ", streamed=False),
+        Ask("streamed chat", messages=chat),
+        Ask("streamed completion", prompt=thousand),
+        Ask("streamed chat, long", messages=summary),
     ]
 
 
@@ -210,7 +211,7 @@ def _ask(url: str, model: str, ask: Ask) -> Answer:
     }
     with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0) as client:
         sent = time.monotonic()
-        if ask.title == "completion":
+        if not ask.streamed:
             whole = client.completions.create(prompt=ask.prompt or "", **options)
             pieces: list[Any] = [whole]
             first = None

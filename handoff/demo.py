@@ -77,19 +77,19 @@ def _show(outcome: "Outcome") -> None:
         left = ", ".join((*outcome.left.processes, *outcome.left.paths))
         console.out.print(f"[bold red]✗ left behind: {left}[/]")
     else:
-        console.out.print("[green]✓[/] both nodes are gone: no process, no file, no shared memory is left")
+        console.out.print("[green]✓[/] both nodes are gone: no process, no object store, no session folder is left")
 
 
 def _answers(outcome: "Outcome") -> Table:
     table = Table(header_style="bold", box=None)
     table.add_column("request", no_wrap=True)
-    for column in ("prompt tokens", "KV moved", "first token", "all tokens", "as undivided"):
-        table.add_column(column, justify="right")
+    for column in ("prompt", "KV moved", "first token", "whole answer", "as undivided"):
+        table.add_column(column, justify="right", no_wrap=True)
     for answer, match in zip(outcome.answers, outcome.matches, strict=True):
         kv_bytes = answer.record.get("kv_bytes")
         table.add_row(
             answer.title,
-            str(len(answer.prompt_token_ids)),
+            f"{len(answer.prompt_token_ids)} tokens",
             "-" if kv_bytes is None else f"{kv_bytes / 1e6:.1f} MB",
             "-" if answer.ttft_ms is None else f"{answer.ttft_ms:.0f} ms",
             f"{answer.total_ms:.0f} ms",
