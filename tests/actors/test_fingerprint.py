@@ -12,9 +12,10 @@ from actors.messages import WorkerInfo
 from kv.chunk import KVLayout
 
 
-def folder(
-    path: Path, config: dict[str, int] | None = None, weights: bytes = bytes(range(256)) * 4096
-) -> Path:
+WEIGHTS = bytes(range(256)) * 4096
+
+
+def folder(path: Path, config: dict[str, int] | None = None, weights: bytes = WEIGHTS) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config or {"a": 1, "b": 2}))
     (path / "model.safetensors").write_bytes(weights)
