@@ -11,7 +11,6 @@ from actors.fingerprint import model_files, require_same
 from actors.messages import WorkerInfo
 from kv.chunk import KVLayout
 
-
 WEIGHTS = bytes(range(256)) * 4096
 
 
