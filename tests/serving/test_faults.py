@@ -15,8 +15,8 @@ import openai
 import pytest
 import ray
 from asking import Answer, Endpoint, until
+from comparing import equal_but_for_ties, prompt
 from limits import MAX_LEN
-from test_equality import equal_but_for_ties, prompt
 from undivided import Undivided
 
 from deployments.app import Serving

@@ -1,0 +1,256 @@
+"""The dispatcher with workers that answer when a test says so: orders of events that are rare in life."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from test_split import request
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+from actors.frames import decode_request, encode_outputs
+from actors.messages import Handover, ModelFiles, OutputBatch, ReceiveFrom, Role, SendTo, WorkerInfo
+from deployments.dispatch import Dispatcher
+from deployments.errors import NoWorker, RequestLost
+from deployments.ledger import Record
+from kv.chunk import KVLayout
+
+
+class Client:
+    """Stands for a `WorkerClient`. What it was told is in `log`; `submit` waits for `accept`."""
+
+    def __init__(self, name: str, role: Role) -> None:
+        layout = KVLayout("m", "bf16", 1, 128, 1, "x")
+        files = ModelFiles("m", "/m")
+        self.info = WorkerInfo(name, role, f"node-{name}", 1, files, layout, 1, 1, "memory")
+        self.alive, self.client, self.clock_offset = True, 1, 0.0
+        self.prefill_tokens = self.running = 0
+        self.log: list[tuple[str, str]] = []
+        self.handovers: list[Handover | None] = []
+        self.prompts: list[list[int]] = []
+        self.accept = asyncio.Event()
+        self.accept.set()
+        self.refusal: Exception | None = None
+
+    async def submit(self, frame: tuple[bytes, ...], handover: Handover | None) -> None:
+        await self.accept.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        asked = decode_request(frame)
+        self.log.append(("submit", asked.request_id))
+        self.handovers.append(handover)
+        self.prompts.append(list(asked.prompt_token_ids or ()))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.log += [("abort", request_id) for request_id in request_ids]
+
+
+class Pair:
+    """A dispatcher, a prefill and a decode worker, and what the client has been given."""
+
+    def __init__(self) -> None:
+        self.p, self.d = Client("p", "prefill"), Client("d", "decode")
+        self.tokens: list[int] = []
+        self.finished: FinishReason | None = None
+        self.failures: list[Exception] = []
+        self.record = Record("r")
+        self.dispatcher = Dispatcher(self.deliver, lambda _, error: self.failures.append(error))
+        for worker in (self.p, self.d):
+            self.dispatcher.add_worker(worker)  # type: ignore[arg-type]
+
+    def deliver(self, outputs: list[EngineCoreOutput]) -> list[str]:
+        for output in outputs:
+            assert output.request_id == "r"
+            self.tokens += output.new_token_ids
+            self.finished = output.finish_reason
+        return []
+
+    async def submit(self, **params: Any) -> None:
+        self.dispatcher.submit(request(**params), self.record)
+        await settle()
+
+    async def output(
+        self, worker: Client, *tokens: int, end: FinishReason | None = None, attempt: int = 0
+    ) -> None:
+        output = EngineCoreOutput(f"r.{attempt}", list(tokens), finish_reason=end)
+        frame = encode_outputs(EngineCoreOutputs(outputs=[output]))
+        self.dispatcher.on_batch(worker, OutputBatch(frame))  # type: ignore[arg-type]
+        await settle()
+
+    async def failure(self, worker: Client, reason: str, attempt: int = 0) -> None:
+        batch = OutputBatch((), failures={f"r.{attempt}": reason})
+        self.dispatcher.on_batch(worker, batch)  # type: ignore[arg-type]
+        await settle()
+
+    async def lose(self, worker: Client) -> None:
+        worker.alive = False
+        self.dispatcher.on_lost(worker, "killed")  # type: ignore[arg-type]
+        await settle()
+
+    def idle(self) -> bool:
+        return not any(worker.running or worker.prefill_tokens for worker in (self.p, self.d))
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def scenario(play: Callable[[Pair], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test that plays on an event loop, with a deadline."""
+
+    def test() -> None:
+        async def limited() -> None:
+            await asyncio.wait_for(play(Pair()), 10)
+
+        asyncio.run(limited())
+
+    test.__name__, test.__doc__ = play.__name__, play.__doc__
+    return test
+
+
+@scenario
+async def test_prefill_then_decode(pair: Pair) -> None:
+    await pair.submit()
+    assert pair.p.handovers == [SendTo("d")]
+    (receive,) = pair.d.handovers
+    assert isinstance(receive, ReceiveFrom)
+    assert (receive.peer, receive.prompt_tokens, receive.first_token) == ("p", 4, True)
+    assert (pair.p.prefill_tokens, pair.d.running) == (4, 1)
+    await pair.output(pair.p, 7, end=FinishReason.LENGTH)
+    assert (pair.tokens, pair.finished, pair.p.prefill_tokens) == ([7], None, 0)
+    await pair.output(pair.d, 8)
+    await pair.output(pair.d, 9, end=FinishReason.STOP)
+    assert (pair.tokens, pair.finished) == ([7, 8, 9], FinishReason.STOP)
+    assert pair.idle()
+    assert pair.record.facts["attempts"] == 1
+
+
+@scenario
+async def test_decode_is_faster_than_the_first_token(pair: Pair) -> None:
+    await pair.submit()
+    await pair.output(pair.d, 8)
+    await pair.output(pair.d, 9, end=FinishReason.LENGTH)
+    assert pair.tokens == []
+    await pair.output(pair.p, 7, end=FinishReason.LENGTH)
+    assert (pair.tokens, pair.finished) == ([7, 8, 9], FinishReason.LENGTH)
+    assert pair.idle()
+
+
+@scenario
+async def test_the_first_token_ends_it_and_decode_is_told(pair: Pair) -> None:
+    await pair.submit()
+    await pair.output(pair.p, 7, end=FinishReason.STOP)
+    assert (pair.tokens, pair.finished) == ([7], FinishReason.STOP)
+    assert ("abort", "r.0") in pair.d.log
+    assert pair.idle()
+
+
+@scenario
+async def test_an_abort_that_overtakes_the_submission_is_repeated(pair: Pair) -> None:
+    pair.p.accept.clear()
+    pair.d.accept.clear()
+    await pair.submit()
+    pair.dispatcher.abort(["r"])
+    for worker in (pair.p, pair.d):
+        worker.accept.set()
+    await settle()
+    for worker in (pair.p, pair.d):
+        assert worker.log == [("abort", "r.0"), ("submit", "r.0"), ("abort", "r.0")]
+    assert pair.idle()
+
+
+@scenario
+async def test_what_comes_after_an_abort_is_dropped(pair: Pair) -> None:
+    await pair.submit()
+    pair.dispatcher.abort(["r"])
+    await pair.output(pair.p, 7, end=FinishReason.LENGTH)
+    await pair.failure(pair.d, "late")
+    assert (pair.tokens, pair.failures) == ([], [])
+    assert pair.idle()
+
+
+@scenario
+async def test_a_failed_handover_is_tried_again_undivided(pair: Pair) -> None:
+    await pair.submit()
+    await pair.output(pair.p, 7, end=FinishReason.LENGTH)
+    await pair.failure(pair.d, "checksum")
+    assert pair.d.log[-2:] == [("abort", "r.0"), ("submit", "r.1")]
+    assert (pair.d.handovers[-1], pair.d.prompts[-1]) == (None, [11, 12, 13, 14, 7])
+    await pair.output(pair.d, 99, attempt=0)  # of the attempt that is over
+    await pair.output(pair.d, 8, end=FinishReason.LENGTH, attempt=1)
+    assert pair.tokens == [7, 8]
+    assert (pair.record.facts["attempts"], pair.record.facts["failure"]) == (2, "checksum")
+    assert pair.idle()
+
+
+@scenario
+async def test_three_failures_are_the_end(pair: Pair) -> None:
+    await pair.submit()
+    for attempt in range(3):
+        assert pair.failures == []
+        await pair.failure(pair.d, f"why {attempt}", attempt)
+    (error,) = pair.failures
+    assert isinstance(error, RequestLost)
+    assert "failed 3 times: why 2" in str(error)
+    assert pair.idle()
+
+
+@scenario
+async def test_a_lost_decode_worker_is_replaced_where_nothing_is_lost_with_it(pair: Pair) -> None:
+    await pair.submit()
+    await pair.output(pair.p, 7, end=FinishReason.LENGTH)
+    await pair.lose(pair.d)
+    assert (pair.p.handovers[-1], pair.p.prompts[-1]) == (None, [11, 12, 13, 14, 7])
+    await pair.output(pair.p, 8, end=FinishReason.LENGTH, attempt=1)
+    assert pair.tokens == [7, 8]
+    assert pair.idle()
+
+
+@scenario
+async def test_a_sampling_state_that_is_lost_is_an_error(pair: Pair) -> None:
+    await pair.submit(seed=1, temperature=1.0)
+    await pair.output(pair.p, 1, end=FinishReason.LENGTH)
+    assert pair.tokens == []  # prefill's token is not an answer
+    await pair.output(pair.d, 7)
+    await pair.lose(pair.d)
+    (error,) = pair.failures
+    assert "cannot be continued" in str(error)
+    assert pair.idle()
+
+
+@scenario
+async def test_before_its_first_token_it_can_start_again(pair: Pair) -> None:
+    await pair.submit(seed=1, temperature=1.0)
+    await pair.lose(pair.d)
+    assert pair.failures == []
+    assert pair.p.prompts[-1] == [11, 12, 13, 14]
+
+
+@scenario
+async def test_a_prefill_worker_whose_part_is_done_may_die(pair: Pair) -> None:
+    await pair.submit()
+    await pair.output(pair.p, 7, end=FinishReason.LENGTH)
+    await pair.lose(pair.p)
+    assert pair.record.facts["attempts"] == 1
+    await pair.output(pair.d, 8, end=FinishReason.LENGTH)
+    assert pair.tokens == [7, 8]
+
+
+@scenario
+async def test_a_refused_submission_is_tried_elsewhere(pair: Pair) -> None:
+    pair.p.refusal = RuntimeError("no")
+    await pair.submit()
+    assert pair.d.log[-1] == ("submit", "r.1")
+    assert "refused it: no" in str(pair.record.facts["failure"])
+
+
+@scenario
+async def test_nobody_is_left(pair: Pair) -> None:
+    await pair.submit()
+    pair.p.alive = False
+    await pair.lose(pair.d)
+    (error,) = pair.failures
+    assert isinstance(error, NoWorker)
+    with pytest.raises(NoWorker):
+        pair.dispatcher.require_worker()
