@@ -53,13 +53,18 @@ class Timing:
         return self.arrivals[-1].tokens
 
     @property
+    def at_once(self) -> bool:
+        """Whether all tokens arrived together, as they do when this process got no CPU: no time per token."""
+        return len(self.arrivals) == 1
+
+    @property
     def ttft_ms(self) -> float:
         """Time to first token."""
         return (self.arrivals[0].at - self.sent) * 1e3
 
     @property
     def tpot_ms(self) -> float:
-        """Time per output token after the first piece of the stream."""
+        """Time per output token after the first piece of the stream; not defined if they came ``at_once``."""
         first, last = self.arrivals[0], self.arrivals[-1]
         return (last.at - first.at) * 1e3 / (last.tokens - first.tokens)
 

@@ -28,7 +28,13 @@ SYSTEMS = (UNDIVIDED, HANDOFF)
 FIRST_ORDINARY_ID = 16
 """Token ids below are special ones in many vocabularies."""
 
+MAX_DISCARDED = 5
+
 Progress = Callable[[str], None]
+
+
+class BusyError(RuntimeError):
+    """The machine does not let this process read its streams in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,24 +135,29 @@ def measure(parameters: Parameters, progress: Progress) -> Run:
             UNDIVIDED: stack.enter_context(Client(plain.url, plain.model)),
             HANDOFF: stack.enter_context(Client(serving.url, serving.model)),
         }
-        pairs = _measure_pairs(parameters, clients, progress)
+        pairs, discarded = _measure_pairs(parameters, clients, progress)
         progress(f"watching both systems at rest for {parameters.idle_s:g} s")
         idle = {name: cpu_percent(found, parameters.idle_s) for name, found in processes.items()}
     facts = {
         "idle_cpu_percent": idle,
         "client_overhead_ms": round(overhead_ms(list(range(max(parameters.prompt_tokens)))), 3),
         "engine_cpus": cpus,
+        "pairs_discarded": discarded,
     }
     samples = [sample.as_json() for pair in pairs for sample in pair]
     return run.end({**summary(pairs), **facts}, samples)
 
 
-def _measure_pairs(parameters: Parameters, clients: Mapping[str, Client], progress: Progress) -> list[Pair]:
+def _measure_pairs(
+    parameters: Parameters, clients: Mapping[str, Client], progress: Progress
+) -> tuple[list[Pair], int]:
     ids = random.Random(parameters.seed)
     highest = vocabulary(parameters.model) - 1
     pairs: list[Pair] = []
+    discarded = 0
     for length in parameters.prompt_tokens:
-        for repeat in range(-parameters.warmup, parameters.repeats):
+        repeat = -parameters.warmup
+        while repeat < parameters.repeats:
             prompt = [ids.randint(FIRST_ORDINARY_ID, highest) for _ in range(length)]
             order = SYSTEMS if repeat % 2 == 0 else SYSTEMS[::-1]  # neither always comes first
             done = {
@@ -154,6 +165,12 @@ def _measure_pairs(parameters: Parameters, clients: Mapping[str, Client], progre
                 for system in order
             }
             plain, ours = done[UNDIVIDED], done[HANDOFF]
+            if plain.timing.at_once or ours.timing.at_once:
+                discarded += 1
+                if discarded > MAX_DISCARDED:
+                    raise BusyError("answers keep arriving in one piece: this machine is too busy to measure")
+                progress(f"{length} tokens: an answer arrived in one piece, measuring again")
+                continue
             progress(
                 f"{length} tokens, {'warm-up' if repeat < 0 else f'{repeat + 1} of {parameters.repeats}'}: "
                 f"first token {plain.timing.ttft_ms:.0f} ms undivided, {ours.timing.ttft_ms:.0f} ms handoff; "
@@ -161,7 +178,8 @@ def _measure_pairs(parameters: Parameters, clients: Mapping[str, Client], progre
             )
             if repeat >= 0:
                 pairs.append((plain, ours))
-    return pairs
+            repeat += 1
+    return pairs, discarded
 
 
 def _one(system: str, client: Client, prompt: Sequence[int], repeat: int, tokens: int) -> Sample:

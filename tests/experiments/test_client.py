@@ -32,6 +32,11 @@ def test_tokens_that_arrive_together_count_together() -> None:
     assert timing.gaps_ms() == [1000, 1000]
 
 
+def test_an_answer_in_one_piece_has_no_time_per_token() -> None:
+    assert parse(0.0, [(1.0, event("a", 1) + event("b", 2) + DONE)]).at_once
+    assert not parse(0.0, [(1.0, event("a", 1)), (2.0, event("b", 2) + DONE)]).at_once
+
+
 def test_usage_at_the_end_is_no_token() -> None:
     timing = parse(
         0.0, [(1.0, event("a", 1)), (2.0, event("b", 2)), (9.0, event("", 2, choices=False) + DONE)]
