@@ -40,6 +40,8 @@ ANSWER = struct.Struct("!BQ")
 OK, GONE, DENIED = 0, 1, 2
 IOV_MAX = 512
 """Pieces per system call; Linux takes 1024."""
+STRANGER_TIMEOUT_S = 10.0
+"""A connection that has not made its first authorised request by then is closed."""
 IDLE_TIMEOUT_S = 600.0
 """How long a server waits for the next request on a connection."""
 STALL_TIMEOUT_S = 20.0
@@ -199,7 +201,7 @@ class TcpTransport:
 
     def _answer(self, connection: socket.socket, nonce: bytes, sequence: int) -> bool:
         """Serve one request; return whether to go on."""
-        connection.settimeout(IDLE_TIMEOUT_S)
+        connection.settimeout(IDLE_TIMEOUT_S if sequence else STRANGER_TIMEOUT_S)
         head = _receive(connection, HEAD.size)
         connection.settimeout(STALL_TIMEOUT_S)
         payload_id, count = HEAD.unpack(head)
