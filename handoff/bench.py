@@ -1,6 +1,5 @@
 """`handoff bench`: measurements, each one recorded run."""
 
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from handoff import console
+from handoff import console, interrupt
 
 app = typer.Typer(help="Measure on this machine, and record the run.", no_args_is_help=True)
 
@@ -40,7 +39,7 @@ def serve(
 
     Example: [bold]handoff bench serve --repeats 7[/bold]
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: nothing is left behind
+    interrupt.end_in_order()
     from experiments.local_pair import local_model
     from experiments.results import save
     from experiments.serve_bench import Parameters, measure

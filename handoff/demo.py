@@ -1,6 +1,5 @@
 """`handoff demo`: what Handoff does, in one command, on this machine."""
 
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +7,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from handoff import console
+from handoff import console, interrupt
 
 if TYPE_CHECKING:
     from experiments.demo import Answer, Outcome
@@ -34,7 +33,7 @@ def demo(
 
     Example: [bold]handoff demo --model ~/models/my-model[/bold]
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: nothing is left behind
+    interrupt.end_in_order()
     progress = console.progress()
     from experiments.demo import demonstrate
     from experiments.local_pair import local_model
@@ -77,7 +76,9 @@ def _show(outcome: "Outcome") -> None:
         left = ", ".join((*outcome.left.processes, *outcome.left.paths))
         console.out.print(f"[bold red]✗ left behind: {left}[/]")
     else:
-        console.out.print("[green]✓[/] both nodes are gone: no process, no object store, no session folder is left")
+        console.out.print(
+            "[green]✓[/] both nodes are gone: no process, no object store, no session folder is left"
+        )
 
 
 def _answers(outcome: "Outcome") -> Table:
