@@ -1,6 +1,8 @@
 """Talking to a running cluster: authentication, a look at its nodes without a driver, and a driver."""
 
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,4 +48,7 @@ def connect(cluster: LocalCluster, **init: Any) -> None:
     """
     authenticate(cluster.token_path)
     settings = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False, **init}
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init(address=cluster.address, **settings)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray has replaced it by its own
