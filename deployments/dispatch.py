@@ -205,7 +205,7 @@ class Dispatcher:
             except Exception as error:
                 if self._flight(engine_id) is flight:
                     self._retry(flight, f"worker {worker.info.name} refused it: {error}")
-                return
+                    return
             if self._flight(engine_id) is not flight:  # aborted meanwhile; the abort may have come first
                 worker.abort([engine_id])
 

@@ -7,6 +7,7 @@ gateway, however many requests are in the step.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Callable
@@ -48,6 +49,9 @@ class WorkerClient:
         self.running = 0
         self.client, self._on_batch, self._on_lost = client, on_batch, on_lost
         self._task: asyncio.Task[None] | None = None
+        # Calls for a request are made outside it: when a client leaves, Serve cancels the request's task, and
+        # Ray with it every call that was made from there, among them the abort.
+        self._outside = contextvars.Context()
 
     async def connect(self) -> None:
         """Measure the clock offset and start reading outputs."""
@@ -62,7 +66,7 @@ class WorkerClient:
 
     async def submit(self, frame: tuple[bytes, ...], handover: Handover | None) -> None:
         """Send a request; raises what the worker raised, or Ray's error if it is gone."""
-        await self.handle.submit.remote(frame, handover)
+        await self._outside.run(self.handle.submit.remote, frame, handover)
 
     async def stats(self) -> WorkerStats:
         """Return the worker's counters."""
@@ -75,7 +79,7 @@ class WorkerClient:
 
     def abort(self, request_ids: list[str]) -> None:
         """Tell the worker to forget requests; not waited for."""
-        self.handle.abort.remote(request_ids)
+        self._outside.run(self.handle.abort.remote, request_ids)
 
     async def _measure_offset(self) -> float:
         """Return the worker's clock minus ours, from the fastest of a few round trips (Cristian 1989)."""

@@ -1,14 +1,13 @@
 """`handoff serve`: workers and gateway on a cluster, until Ctrl-C."""
 
 import contextlib
-import signal
 import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from handoff import console
+from handoff import console, interrupt
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +32,7 @@ def serve(
     from cluster.file import load
 
     cluster_file = load(file)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: nothing is left behind
+    interrupt.end_in_order()
     from deployments.local import served  # imports vLLM: some seconds
 
     with contextlib.suppress(KeyboardInterrupt), served(cluster_file, console.progress()) as serving:
