@@ -19,6 +19,7 @@ from comparing import ALIKE, TIE, equal, equal_but_for_ties, equal_until_a_draw,
 from limits import BLOCK, CHUNK, MAX_LEN
 from undivided import Undivided
 
+from deployments.app import Serving
 from experiments.models import kv_bytes_per_token
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -37,8 +38,9 @@ def kv_bytes(model: Path) -> Callable[[int], int]:
 
 
 @pytest.fixture
-def ran(kv_bytes: Callable[[int], int]) -> Callable[..., None]:
+def ran(kv_bytes: Callable[[int], int], serving: Serving) -> Callable[..., None]:
     """Check where a request ran."""
+    (transport,) = {worker.info.transport for worker in serving.workers}
 
     def check(answer: Answer, mode: str, worker: str = "decode", kv: bool | None = True) -> None:
         record = answer.record
@@ -53,7 +55,7 @@ def ran(kv_bytes: Callable[[int], int]) -> Callable[..., None]:
             assert "kv_bytes" not in record
         else:
             assert nodes == ("prefill-0", "decode-0")
-            assert record["transport"] == "plasma"
+            assert record["transport"] == transport
             if kv is not None:
                 assert record.get("kv_bytes") == (kv_bytes(len(answer.prompt)) if kv else None)
 
