@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 
 from actors.frames import decode_outputs, encode_request
@@ -73,6 +74,9 @@ class Dispatcher:
         deliver: takes outputs in order; returns ids of requests that are complete (a stop
             string was found) and must be aborted.
         fail: told (request id, error) when a request is lost for good.
+        seeded_alone: longest prompt that one engine samples with a seed by itself. vLLM's CPU
+            engine dies of a seeded prompt that it computes in several steps; divided requests
+            are safe, because decode computes one prompt token.
 
     """
 
@@ -80,8 +84,9 @@ class Dispatcher:
         self,
         deliver: Callable[[list[EngineCoreOutput]], list[str]],
         fail: Callable[[str, Exception], None],
+        seeded_alone: int | None = None,
     ) -> None:
-        self._deliver, self._fail = deliver, fail
+        self._deliver, self._fail, self._seeded_alone = deliver, fail, seeded_alone
         self._workers: dict[str, WorkerClient] = {}
         self._flights: dict[str, Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,6 +118,7 @@ class Dispatcher:
 
         Raises:
             NoWorker: no worker is alive.
+            VLLMValidationError: it cannot be divided, and would end the engine that ran it alone.
 
         """
         chosen = split.choose(request)
@@ -120,6 +126,8 @@ class Dispatcher:
         one_token = request.sampling_params.max_tokens == 1
         where = route(self._loads(), chosen.mode, chosen.reason, one_token)
         flight = Flight(request, record, where)
+        if (why := self._unsafe(flight)) is not None:
+            raise VLLMValidationError(f"{why}. It is not divided because {where.reason}.", parameter="seed")
         record.note("routed")
         self._launch(flight)
 
@@ -311,8 +319,22 @@ class Dispatcher:
         except NoWorker as error:
             self._fail(request_id, error)
             return
+        if (why := self._unsafe(flight)) is not None:
+            self._fail(request_id, RequestLost(f"{reason}; {why}"))
+            return
         logger.warning("request %s: %s; trying again on %s", request_id, reason, flight.route.decode)
         self._launch(flight)
+
+    def _unsafe(self, flight: Flight) -> str | None:
+        """Say why an undivided request must not run, if it must not."""
+        params, limit = flight.request.sampling_params, self._seeded_alone
+        prompt = len(flight.request.prompt_token_ids or ()) + len(flight.emitted)
+        if flight.divided or limit is None or prompt <= limit or params is None or not split.seeded(params):
+            return None
+        return (
+            f"a `seed` with a prompt of {prompt} tokens cannot run on one CPU engine, which takes {limit} at "
+            f"these settings: leave the seed out, or raise max_num_batched_tokens"
+        )
 
     def _loads(self) -> list[WorkerLoad]:
         return [

@@ -16,6 +16,7 @@ from typing import Any
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.renderers import renderer_from_config
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
@@ -49,7 +50,7 @@ class ClusterEngineClient(EngineClient):
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.output_processor = OutputProcessor(self.renderer.tokenizer, log_stats=True)
         self.statistics = StatLoggerManager(vllm_config, engine_idxs=[0])
-        self.dispatcher = Dispatcher(self._deliver, self._fail)
+        self.dispatcher = Dispatcher(self._deliver, self._fail, seeded_alone(vllm_config))
         self.ledger = Ledger()
 
     # -- generation -----------------------------------------------------------------------------
@@ -260,3 +261,14 @@ class ClusterEngineClient(EngineClient):
 
     def _refuse(self, what: str) -> None:
         raise VLLMValidationError(f"{what} is not supported by the Handoff gateway")
+
+
+def seeded_alone(vllm_config: Any) -> int | None:
+    """Return the longest prompt that an engine computes in one step even beside a full batch of decoding.
+
+    None where any will do; see ``Dispatcher``.
+    """
+    if not current_platform.is_cpu():
+        return None
+    scheduler = vllm_config.scheduler_config
+    return max(1, int(scheduler.max_num_batched_tokens) - int(scheduler.max_num_seqs))

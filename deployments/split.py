@@ -6,8 +6,10 @@ have produced:
 - ``FIRST_TOKEN``: prefill samples the first token, which is streamed at once; decode goes
   on from it. Exact where sampling keeps no state from one token to the next.
 - ``DECODE_SAMPLES``: prefill only fills the KV cache; decode computes the last prompt token
-  again and samples every token itself. Exact whatever the sampling keeps (seeds,
-  penalties, grammars), at the price of one engine step before the first token.
+  again and samples every token itself. Right whatever the sampling keeps (seeds,
+  penalties, grammars), at the price of one engine step before the first token. The last
+  prompt token is computed alone, so bf16 rounds it differently from one engine's prefill: where
+  two tokens are nearly tied, the other one can be taken.
 - ``UNDIVIDED``: one worker does everything.
 """
 
@@ -52,7 +54,7 @@ def choose(request: EngineCoreRequest) -> Split:
         return Split(Mode.UNDIVIDED, "multi-modal inputs, LoRA and prompt embeddings are not handed over")
     if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
         return Split(Mode.UNDIVIDED, "prompt logprobs need the whole prompt computed by the answering worker")
-    if params.max_tokens == 1:
+    if params.max_tokens == 1 and not seeded(params):
         return Split(Mode.UNDIVIDED, "one token: the prefill worker produces all of it")
     if (state := _sampling_state(params)) is None:
         return Split(Mode.FIRST_TOKEN, "sampling keeps no state between tokens")
@@ -61,10 +63,15 @@ def choose(request: EngineCoreRequest) -> Split:
     return Split(Mode.DECODE_SAMPLES, f"{state}: one worker must sample every token")
 
 
+def seeded(params: SamplingParams) -> bool:
+    """Return whether tokens are drawn from a generator that the request seeds."""
+    return params.seed is not None and params.temperature > 0
+
+
 def _sampling_state(params: SamplingParams) -> str | None:
     """Name the first parameter that makes a token depend on how earlier ones were sampled."""
     stateful = {
-        "seed": params.seed is not None and params.temperature > 0,
+        "seed": seeded(params),
         "presence_penalty": params.presence_penalty != 0,
         "frequency_penalty": params.frequency_penalty != 0,
         "repetition_penalty": params.repetition_penalty != 1,

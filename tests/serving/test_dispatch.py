@@ -5,7 +5,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from test_split import request
+from test_split import PROMPT, request
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from actors.frames import decode_request, encode_outputs
@@ -14,6 +15,8 @@ from deployments.dispatch import Dispatcher
 from deployments.errors import NoWorker, RequestLost
 from deployments.ledger import Record
 from kv.chunk import KVLayout
+
+SEEDED_ALONE = 6
 
 
 class Client:
@@ -54,7 +57,9 @@ class Pair:
         self.finished: FinishReason | None = None
         self.failures: list[Exception] = []
         self.record = Record("r")
-        self.dispatcher = Dispatcher(self.deliver, lambda _, error: self.failures.append(error))
+        self.dispatcher = Dispatcher(
+            self.deliver, lambda _, error: self.failures.append(error), seeded_alone=SEEDED_ALONE
+        )
         for worker in (self.p, self.d):
             self.dispatcher.add_worker(worker)  # type: ignore[arg-type]
 
@@ -65,8 +70,8 @@ class Pair:
             self.finished = output.finish_reason
         return []
 
-    async def submit(self, **params: Any) -> None:
-        self.dispatcher.submit(request(**params), self.record)
+    async def submit(self, prompt: list[int] | None = None, **params: Any) -> None:
+        self.dispatcher.submit(request(prompt or PROMPT, **params), self.record)
         await settle()
 
     async def output(
@@ -254,3 +259,27 @@ async def test_nobody_is_left(pair: Pair) -> None:
     assert isinstance(error, NoWorker)
     with pytest.raises(NoWorker):
         pair.dispatcher.require_worker()
+
+
+LONG = [11] * (SEEDED_ALONE + 1)
+
+
+@scenario
+async def test_a_seeded_prompt_that_would_end_the_engine_it_runs_on_is_refused(pair: Pair) -> None:
+    with pytest.raises(VLLMValidationError, match="`seed` with a prompt of 7 tokens"):
+        await pair.submit(LONG, seed=1, temperature=1.0, prompt_logprobs=1)
+    assert pair.p.log == pair.d.log == []
+    assert pair.idle()
+    await pair.submit(LONG, temperature=1.0, prompt_logprobs=1)  # without the seed it runs
+    assert pair.d.prompts == [LONG]
+
+
+@scenario
+async def test_a_seeded_prompt_is_not_tried_again_where_it_would_end_the_engine(pair: Pair) -> None:
+    await pair.submit(LONG, seed=1, temperature=1.0)
+    await pair.failure(pair.d, "a corrupt chunk")
+    (error,) = pair.failures
+    assert "a corrupt chunk" in str(error)
+    assert "seed" in str(error)
+    assert len(pair.d.prompts) == 1
+    assert pair.idle()

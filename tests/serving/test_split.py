@@ -71,6 +71,12 @@ def test_decode_samples_where_sampling_has_a_state_and_says_which(name: str) -> 
     assert name in found.reason
 
 
+def test_one_seeded_token_is_divided_too() -> None:
+    """An engine that computes a seeded prompt in several steps may die of it; decode computes one token."""
+    assert choose(request(max_tokens=1, seed=5, temperature=0.8)).mode is Mode.DECODE_SAMPLES
+    assert choose(request(max_tokens=1, seed=5)).mode is Mode.UNDIVIDED  # greedy: the seed is never used
+
+
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_prompt_of_one_token_leaves_nothing_to_hand_over_then(name: str) -> None:
     found = choose(request([11], **STATEFUL[name]))
