@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from asking import Answer, Endpoint
 from comparing import ALIKE, TIE, equal, equal_but_for_ties, equal_until_a_draw, prompt
@@ -246,7 +247,7 @@ def test_stops(
     endpoint.settled()
 
 
-@pytest.mark.parametrize("extra", [{}, {"presence_penalty": 0.5}, {"seed": 4, "temperature": 0.8}], ids=str)
+@pytest.mark.parametrize("extra", [{}, {"presence_penalty": 0.5}], ids=str)
 def test_one_token_is_all_prefill(
     endpoint: Endpoint, reference: Undivided, ran: Callable[..., None], extra: dict[str, float]
 ) -> None:
@@ -254,6 +255,18 @@ def test_one_token_is_all_prefill(
     answer = endpoint.complete(tokens, max_tokens=1, **extra)
     ran(answer, WHOLE, worker="prefill")
     equal(answer, reference.generate(tokens, max_tokens=1, **extra))
+
+
+def test_seeds_that_one_cpu_engine_dies_of(endpoint: Endpoint, ran: Callable[..., None]) -> None:
+    """A seeded prompt of several prefill steps ends vLLM's CPU engine: it is divided, or refused."""
+    tokens, seeded = prompt(1100, "seeds alone"), {"seed": 4, "temperature": 0.8}
+    one, other = (endpoint.complete(tokens, max_tokens=1, **seeded) for _ in range(2))
+    ran(one, DECODE)
+    assert len(one.tokens) == 1
+    assert one.tokens == other.tokens
+    with pytest.raises(openai.BadRequestError, match="`seed` with a prompt of 1100 tokens"):
+        endpoint.complete(tokens, max_tokens=2, prompt_logprobs=1, **seeded)
+    endpoint.settled()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
