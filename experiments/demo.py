@@ -141,8 +141,9 @@ def leftovers(marker: str, paths: Sequence[Path], within_s: float = 5.0) -> Left
     deadline = time.monotonic() + within_s
     while True:
         found = {process.pid: process for process in (*marked(marker), *psutil.Process().children(True))}
+        named = ((pid, _name(process)) for pid, process in found.items())
         left = Leftovers(
-            tuple(f"{pid} {_name(process)}" for pid, process in found.items()),
+            tuple(f"{pid} {name}" for pid, name in named if name is not None),
             tuple(str(path) for path in paths if path.exists()),
         )
         if not left or time.monotonic() > deadline:
@@ -150,11 +151,14 @@ def leftovers(marker: str, paths: Sequence[Path], within_s: float = 5.0) -> Left
         time.sleep(0.2)
 
 
-def _name(process: psutil.Process) -> str:
+def _name(process: psutil.Process) -> str | None:
+    """Return a process's command line; None if it has ended, whether or not its parent has noticed."""
     try:
         return " ".join(process.cmdline())[:200] or process.name()
-    except psutil.Error:
-        return "(ended meanwhile)"
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return None
+    except psutil.AccessDenied:
+        return "(of another user)"
 
 
 # --- what is asked

@@ -244,13 +244,21 @@ def started_now(cluster: LocalCluster) -> LocalCluster:
     return found
 
 
+def heed_interrupts() -> None:
+    """In the child: a shell that started the tests in the background made it ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def begin(tmp_path: Path) -> tuple[subprocess.Popen[str], ClusterFile, Traces]:
     """`handoff up` in a process of its own, caught while its first node starts."""
     file = small_file(a={"role": "both"})
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(file.model_dump(mode="json")))
     command = subprocess.Popen(
-        [sys.executable, "-m", "handoff", "up", str(path)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "handoff", "up", str(path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
     )
     state = StateDir.of(file.name)
     until(lambda: (plan := state.plan()) and len(marked(plan.marker)) > 3, "the head starts")
