@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -49,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
 CALL_TIMEOUT_S = 60.0
-GIL_INTERVAL_S = 0.0005
-"""Python's default of 5 ms lets another thread hold the engine up for most of a decode step."""
 TOLD_WITHIN_S = 0.5
 """A worker whose engine died ends this long after it has told its gateways."""
 
@@ -67,7 +64,6 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         os.environ.update(ENGINE_ENV)
-        sys.setswitchinterval(GIL_INTERVAL_S)
         self._spec = spec
         self._node = os.environ.get("HANDOFF_NODE_NAME", os.uname().nodename)
         self._queues: dict[int, asyncio.Queue[OutputBatch | WorkerError]] = {}

@@ -117,6 +117,12 @@ Pair = tuple[Sample, Sample]
 """The same prompt, answered by the undivided system and by Handoff."""
 
 
+SETTLE_AT_LEAST_S = 20.0
+SETTLED_WITHIN_S = 60.0
+SETTLE_STEP_S = 5.0
+AT_REST_PERCENT = 20.0
+
+
 def measure(parameters: Parameters, progress: Progress) -> Run:
     """Bring both systems up, measure, take them down, and return the run."""
     run = Run.begin(KIND, asdict(parameters))
@@ -135,6 +141,7 @@ def measure(parameters: Parameters, progress: Progress) -> Run:
             UNDIVIDED: stack.enter_context(Client(plain.url, plain.model)),
             HANDOFF: stack.enter_context(Client(serving.url, serving.model)),
         }
+        _settle(processes, progress)
         pairs, discarded = _measure_pairs(parameters, clients, progress)
         progress(f"watching both systems at rest for {parameters.idle_s:g} s")
         idle = {name: cpu_percent(found, parameters.idle_s) for name, found in processes.items()}
@@ -245,6 +252,16 @@ def _ledger(pairs: Sequence[Pair]) -> dict[str, Any]:
         "kv_bytes": sorted({record.get("kv_bytes") for record in records}, key=str),
         "modes": sorted({str(record.get("mode")) for record in records}),
     }
+
+
+def _settle(processes: Mapping[str, Sequence[psutil.Process]], progress: Progress) -> None:
+    """Wait until what has just been started is at rest: Ray's own services work for a while after a start."""
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < SETTLED_WITHIN_S:
+        busy = sum(cpu_percent(found, SETTLE_STEP_S) for found in processes.values())
+        if busy < AT_REST_PERCENT and waited >= SETTLE_AT_LEAST_S:
+            return
+        progress(f"letting both systems come to rest: they take {busy:.0f} % of a core")
 
 
 def cpu_percent(processes: Sequence[psutil.Process], seconds: float) -> float:
