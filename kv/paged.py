@@ -36,7 +36,6 @@ class PagedCache:
         self._layers = list(layers)
         self.block_size = block_size
         self.num_layers = len(self._layers)
-        self.num_blocks = int(self._layers[0].shape[0])
         self.block_nbytes = int(self._layers[0].shape[1])
         """Bytes of one block in one layer."""
 
