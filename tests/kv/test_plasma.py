@@ -1,5 +1,6 @@
 """Ray's object store as a transport, on real Ray nodes: within a process, and from one node to another."""
 
+import os
 import secrets
 import sys
 import time
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import ray
-from transport_suite import WAIT_S, TransportSuite, fetched, nothing, payload, room, same
+from transport_suite import WAIT_S, TransportSuite, fetched, nothing, payload, room, same, until
 
 from cluster.connect import connect
 from cluster.file import ClusterFile
@@ -41,6 +42,9 @@ class Holder:
 
     def stall(self) -> None:
         time.sleep(600)
+
+    def pid(self) -> int:
+        return os.getpid()
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,9 @@ class TestPlasma(TransportSuite):
     def lost_ticket(self, sender: Transport) -> Ticket:
         owner = holder("a-0")
         ticket = ray.get(owner.publish.remote(0), timeout=60)
-        ray.kill(owner)
+        pid = ray.get(owner.pid.remote(), timeout=60)
+        ray.kill(owner)  # returns before the process has ended, and until then it serves
+        until(lambda: not Path(f"/proc/{pid}").exists(), "the owner ends")
         return ticket
 
     def late_ticket(self) -> Ticket:
