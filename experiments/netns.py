@@ -1,0 +1,181 @@
+"""Nodes in network namespaces, joined by a bridge: a network on one machine that can be limited and cut.
+
+Needs root on Linux, ``ip`` and ``tc`` (Debian: ``apt-get install iproute2``), ``unshare`` and ``nsenter``
+(util-linux); ``missing`` says what is not there.
+
+A namespace is held by a process of ours that waits for the end of its standard input. Namespaces have no
+names, and the bridge is in one of its own: when this process ends, however it ends, the kernel takes down all
+of it as soon as nobody runs in there any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+WAIT_S: Final = 20.0
+"""How long a command of the set-up, or a namespace, may take."""
+_TOOLS: Final = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_BURST_S: Final = 0.0005
+"""How much of a second's bytes a limited link may send at once; but at least two of the kernel's largest
+packets."""
+_LEAST_BURST: Final = 128 << 10
+_QUEUE: Final = "20ms"
+"""How long a packet may wait in a limited link's queue before it is dropped."""
+
+
+class NetworkError(RuntimeError):
+    """The network could not be made or changed; the message says which command failed and why."""
+
+
+def missing() -> str | None:
+    """Return why networks cannot be made here, and the remedy; None if they can."""
+    if sys.platform != "linux":
+        return f"network namespaces need Linux, this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "network namespaces need root: run as root, or with sudo"
+    if absent := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+        packages = " ".join(sorted({_TOOLS[tool] for tool in absent}))
+        return f"{', '.join(absent)} not found: apt-get install {packages}"
+    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=WAIT_S)
+    return f"network namespaces are not permitted here: {probe.stderr.strip()}" if probe.returncode else None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One namespace.
+
+    Attributes:
+        index: from 0.
+        address: its IPv4 address on the bridge.
+        prefix: what comes before a command line that is to run in there.
+
+    """
+
+    index: int
+    address: str
+    prefix: tuple[str, ...]
+
+    def limit(self, gbit_s: float | None) -> None:
+        """Limit what leaves this node (tbf); None lifts it."""
+        if gbit_s is None:
+            _run(*self.prefix, "tc", "qdisc", "delete", "dev", "eth0", "root")
+            return
+        burst = max(_LEAST_BURST, int(gbit_s * 1e9 / 8 * _BURST_S))
+        limited = ("tbf", "rate", f"{gbit_s * 1e3:.0f}mbit", "burst", f"{burst}b", "latency", _QUEUE)
+        _run(*self.prefix, "tc", "qdisc", "replace", "dev", "eth0", "root", *limited)
+
+    def cut(self) -> None:
+        """Take this node's end of its link down: nothing leaves, nothing arrives, nobody is told."""
+        _run(*self.prefix, "ip", "link", "set", "eth0", "down")
+
+    def mend(self) -> None:
+        """Bring it up again."""
+        _run(*self.prefix, "ip", "link", "set", "eth0", "up")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Nodes on one bridge.
+
+    Attributes:
+        nodes: the namespaces.
+        host: address of this process's own namespace on the bridge, None if it is not attached.
+
+    """
+
+    nodes: tuple[Node, ...]
+    host: str | None
+
+    def limit(self, gbit_s: float | None) -> None:
+        """Limit every node's link, per direction; None lifts it."""
+        for node in self.nodes:
+            node.limit(gbit_s)
+
+
+@contextlib.contextmanager
+def network(nodes: int = 2, *, attach_host: bool = False) -> Iterator[Network]:
+    """Make namespaces on a bridge, for the length of the block.
+
+    Whatever was started in them must have ended by then. Raises ``NetworkError``.
+
+    Args:
+        nodes: how many; their addresses are ``198.18.N.2``, ``.3`` and so on, N being random.
+        attach_host: give this process's own namespace an address on the bridge too (``.1``), so that it
+            reaches the nodes and is reached by them.
+
+    """
+    if (reason := missing()) is not None:
+        raise NetworkError(reason)
+    net = f"198.18.{secrets.randbelow(256)}"  # 198.18.0.0/15 is kept for benchmarks, RFC 2544
+    with contextlib.ExitStack() as stack:
+        switch = stack.enter_context(_namespace())
+        inside = _prefix(switch)
+        _run(*inside, "ip", "link", "add", "bridge", "type", "bridge")
+        _run(*inside, "ip", "link", "set", "bridge", "up")
+        made = []
+        for index in range(nodes):
+            pid = stack.enter_context(_namespace())
+            node = Node(index, f"{net}.{index + 2}", _prefix(pid))
+            _plug("eth0", f"{node.address}/24", pid, node.prefix, switch, f"port{index}")
+            _run(*node.prefix, "ip", "link", "set", "lo", "up")
+            made.append(node)
+        host = None
+        if attach_host:
+            host, name = f"{net}.1", f"ho{secrets.token_hex(4)}"
+            _plug(name, f"{host}/24", os.getpid(), (), switch, "host")
+            stack.callback(_remove, name)
+        yield Network(tuple(made), host)
+
+
+def _plug(name: str, address: str, pid: int, prefix: Sequence[str], switch: int, port: str) -> None:
+    """Join a namespace to the bridge by a pair of virtual Ethernet devices."""
+    pair = ("type", "veth", "peer", "name", port, "netns", str(switch))
+    _run("ip", "link", "add", name, "netns", str(pid), *pair)
+    _run(*_prefix(switch), "ip", "link", "set", port, "master", "bridge", "up")
+    _run(*prefix, "ip", "address", "add", address, "dev", name)
+    _run(*prefix, "ip", "link", "set", name, "up")
+
+
+def _remove(name: str) -> None:
+    """Both ends of a pair go together; the bridge's namespace may have taken it along already."""
+    with contextlib.suppress(NetworkError):
+        _run("ip", "link", "delete", name)
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[int]:
+    """Hold a namespace; yields the id of the process that does."""
+    argv = ["unshare", "--net", "sh", "-c", "echo made; exec cat"]
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as held:
+        assert held.stdin is not None
+        assert held.stdout is not None
+        try:
+            if held.stdout.readline() != b"made\n":
+                raise NetworkError("a network namespace could not be made")
+            yield held.pid
+        finally:
+            held.stdin.close()
+            try:
+                held.wait(WAIT_S)
+            except subprocess.TimeoutExpired:
+                held.kill()
+
+
+def _prefix(pid: int) -> tuple[str, ...]:
+    return ("nsenter", f"--net=/proc/{pid}/ns/net", "--")
+
+
+def _run(*argv: str) -> None:
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=WAIT_S)
+    if done.returncode:
+        raise NetworkError(f"`{' '.join(argv)}` failed: {done.stderr.strip() or done.stdout.strip()}")
