@@ -53,7 +53,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a started worker tells about itself."""
+    """What a started worker tells about itself. ``address`` is where it takes channels."""
 
     name: str
     role: Role
@@ -64,6 +64,7 @@ class WorkerInfo:
     max_model_len: int
     kv_blocks: int
     transport: str
+    address: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,48 @@ class HandoverFailed:
 
 
 Delivery = Chunk | HandoverEnd | HandoverFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A gateway's first message to a worker.
+
+    Attributes:
+        client: the gateway's number, which its requests carry: outputs for it go to this channel.
+
+    """
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request for a worker: a msgpack frame of vLLM's ``EngineCoreRequest``, and its part in a handover."""
+
+    frame: tuple[bytes, ...]
+    handover: Handover | None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Forget these requests and free their blocks."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """A delivery from worker to worker; answered by ``Taken`` with its number."""
+
+    number: int
+    delivery: Delivery
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The payload of a delivery has been written, or will never be wanted."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The data plane's key, derived from the secret that every member of the Ray cluster holds."""
+"""Keys of the data plane and of the channels, from the secret that every member of the Ray cluster holds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from actors.errors import WorkerError
 
 PURPOSE = b"handoff kv data plane, version 1"
+CHANNEL_PURPOSE = b"handoff channels, version 1"
 DEFAULT_TOKEN = Path("~/.ray/auth_token")
 
 
-def data_plane_key() -> bytes:
+def data_plane_key(purpose: bytes = PURPOSE) -> bytes:
     """Return HMAC-SHA256(Ray's cluster token, purpose), 32 bytes. The token itself is used for nothing else.
 
     Reads the token where Ray does: ``RAY_AUTH_TOKEN``, ``RAY_AUTH_TOKEN_PATH``, ``~/.ray/auth_token``.
@@ -26,10 +27,10 @@ def data_plane_key() -> bytes:
         path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or DEFAULT_TOKEN).expanduser()
         if not path.is_file():
             raise WorkerError(
-                f"the tcp transport needs the cluster's secret, and {path} does not exist: start Ray with "
-                f"token authentication (RAY_AUTH_MODE=token), or use the plasma transport"
+                f"workers need the cluster's secret, and {path} does not exist: start Ray with "
+                f"token authentication (RAY_AUTH_MODE=token)"
             )
         token = path.read_text().strip()
         if not token:
-            raise WorkerError(f"the tcp transport needs the cluster's secret, and {path} is empty")
+            raise WorkerError(f"workers need the cluster's secret, and {path} is empty")
     return hmac.digest(token.encode(), PURPOSE, "sha256")

@@ -1,8 +1,10 @@
 """A worker: one vLLM engine in one Ray actor. Token ids in, token ids out.
 
-A plain class; ``deployments/place.py`` wraps it with ``ray.remote``. Its methods run on the
-actor's event loop and only pass things on to the engine thread, so that aborts, deliveries
-and health checks are answered while the engine computes.
+A plain class; ``deployments/place.py`` wraps it with ``ray.remote``. Requests, aborts and
+deliveries come over channels (``actors/channel.py``), and tokens leave over them; Ray's actor
+calls start the worker, connect it and ask for its state. Everything runs on the actor's event
+loop and only passes things on to the engine thread, so that aborts, deliveries and health
+checks are answered while the engine computes.
 """
 
 from __future__ import annotations
@@ -11,30 +13,36 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from actors.channel import Channel, Listener
 from actors.decode import Receiver
 from actors.engine import EngineLoop, add_request, build_core
 from actors.errors import EngineStartError, WorkerError
 from actors.fingerprint import model_files
 from actors.link import Link, register
 from actors.messages import (
+    Abort,
+    Announce,
     Delivery,
     Handover,
+    Hello,
     ModelFiles,
     OutputBatch,
     ReceiveFrom,
+    Submit,
+    Taken,
     WorkerInfo,
     WorkerSpec,
     WorkerStats,
 )
-from actors.peers import Peers
-from actors.secret import data_plane_key
+from actors.peers import Peers, plain
+from actors.secret import CHANNEL_PURPOSE, data_plane_key
 from kv.chunk import KVLayout
 from kv.plasma import PlasmaTransport
 from kv.tcp import TcpTransport
@@ -66,9 +74,10 @@ class Worker:
         os.environ.update(ENGINE_ENV)
         self._spec = spec
         self._node = os.environ.get("HANDOFF_NODE_NAME", os.uname().nodename)
-        self._queues: dict[int, asyncio.Queue[OutputBatch | WorkerError]] = {}
+        self._gateways: dict[int, Channel] = {}
         self._clients: dict[str, int] = {}
-        self._peers = Peers()
+        self._peers: Peers | None = None
+        self._listener: Listener | None = None
         self._files: ModelFiles | None = None
         self._link: Link | None = None
         self._info: WorkerInfo | None = None
@@ -89,25 +98,27 @@ class Worker:
         if self._info is not None:
             await self.check()
             return self._info
-        self._loop = asyncio.get_running_loop()
-        self._engine.start()
+        if self._listener is None:
+            self._loop, key = asyncio.get_running_loop(), data_plane_key(CHANNEL_PURPOSE)
+            self._peers = Peers(key, self._loop)
+            self._listener = Listener(ray.util.get_node_ip_address(), key, self._accepted)
+            self._engine.start()
         await asyncio.to_thread(self._engine.started.wait)
         if self._engine.error is not None:
             raise EngineStartError(f"worker {self._spec.name} on node {self._node}: {self._engine.error}")
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._sweeper = self._sweeper or asyncio.create_task(self._sweep())
         assert self._info is not None
         return self._info
 
     async def connect(self, peers: list[tuple[str, KVLayout]]) -> None:
-        """Look the peers up and check that KV caches can be exchanged with them.
+        """Check that KV caches can be exchanged with these workers.
 
         Raises:
             LayoutMismatch: naming the first field that differs, with both values.
 
         """
-        for name, layout in peers:
+        for _, layout in peers:
             self._link_now().layout.require_equal(layout)
-            await asyncio.to_thread(self._peers.handle, name)
 
     async def check(self) -> None:
         """Raise if the engine is not able to serve."""
@@ -146,13 +157,49 @@ class Worker:
         if self._sweeper is not None:
             self._sweeper.cancel()
         await asyncio.to_thread(self._engine.stop)
+        if self._listener is not None and self._peers is not None:
+            self._listener.close()
+            self._peers.close()
         if self._link is not None:
             self._link.close()
 
     # -- requests -----------------------------------------------------------------------------
 
-    async def submit(self, frame: tuple[bytes, ...], handover: Handover | None) -> None:
-        """Accept a request: a msgpack frame of vLLM's ``EngineCoreRequest``, and its part in a handover."""
+    async def deliver(self, delivery: Delivery) -> None:
+        """Take a delivery whose ticket only Ray can carry; returns once its payload is done with."""
+        done = asyncio.Event()
+
+        def taken() -> None:
+            self._loop.call_soon_threadsafe(done.set)
+
+        self._link_now().receiver.deliver(delivery, taken)
+        await done.wait()  # bounded by the receiver's deadlines
+
+    def _accepted(self, channel: Channel) -> None:
+        channel.open(partial(self._take, channel), partial(self._gone, channel))
+
+    def _take(self, channel: Channel, message: object) -> None:
+        """Take a message of a gateway or of another worker."""
+        match message:
+            case Hello(client):
+                self._gateways[client] = channel
+            case Submit(frame, handover):
+                self._submit(frame, handover)
+            case Abort(request_ids):
+                self._abort(request_ids)
+            case Announce(number, delivery):
+                self._link_now().receiver.deliver(delivery, lambda: channel.send(Taken(number)))
+            case _:
+                logger.warning("a message of an unknown kind came: %s", type(message).__name__)
+
+    def _gone(self, channel: Channel, reason: str) -> None:
+        """A channel ended; if it was a gateway's, so do the gateway's requests."""
+        for client in [client for client, theirs in self._gateways.items() if theirs is channel]:
+            logger.warning("worker %s: a gateway is gone: %s", self._spec.name, reason)
+            del self._gateways[client]
+            self._abort([rid for rid, owner in self._clients.items() if owner == client])
+
+    def _submit(self, frame: tuple[bytes, ...], handover: Handover | None) -> None:
         from actors.connector import params_of
         from actors.frames import decode_request
 
@@ -168,44 +215,23 @@ class Worker:
             }
         if isinstance(handover, ReceiveFrom):
             link.receiver.expect(request_id, handover.timeout_s)
-        self._engine.call(lambda core: add_request(core, request))
 
-    async def abort(self, request_ids: list[str]) -> None:
+        def add(core: EngineCore) -> None:
+            try:
+                add_request(core, request)
+            except Exception as error:  # of this request, and no reason for the engine to die
+                self._handover_failed(request_id, f"the engine refused it: {error}")
+
+        self._engine.call(add)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests and free their blocks. Unknown ids are ignored."""
         for request_id in request_ids:
             self._forget(request_id)
-        self._engine.call(lambda core: core.abort_requests(request_ids))
+        self._engine.call(lambda core: core.abort_requests(list(request_ids)))
         receiver = self._link_now().receiver
         for request_id in request_ids:  # one that the engine never saw may have chunks waiting
             self._engine.call(partial(_close, receiver, request_id))
-
-    async def outputs(self, client: int) -> AsyncIterator[OutputBatch]:
-        """Stream everything this worker has for one gateway, until the gateway goes away.
-
-        When the stream is closed, the gateway's requests are aborted.
-        """
-        queue: asyncio.Queue[OutputBatch | WorkerError] = asyncio.Queue()
-        self._queues[client] = queue
-        try:
-            while True:
-                item = await queue.get()
-                if isinstance(item, WorkerError):
-                    raise item
-                yield item
-        finally:
-            self._queues.pop(client, None)
-            if left := [rid for rid, owner in self._clients.items() if owner == client]:
-                await self.abort(left)
-
-    async def deliver(self, delivery: Delivery) -> None:
-        """Take a part of a handover from another worker; returns once its payload is not needed any more."""
-        done = asyncio.Event()
-
-        def finished() -> None:
-            self._loop.call_soon_threadsafe(done.set)
-
-        self._link_now().receiver.deliver(delivery, finished)
-        await done.wait()  # bounded by the receiver's deadlines
 
     # -- engine thread ------------------------------------------------------------------------
 
@@ -234,13 +260,14 @@ class Worker:
     def _build(self) -> Any:
         from vllm.transformers_utils.repo_utils import get_model_path
 
+        assert self._listener is not None
         path = Path(self._spec.model)
         path = path if path.is_dir() else Path(get_model_path(self._spec.model))
         self._files = model_files(path)
         link = Link(
             self._files.digest,
             make_transport(self._spec.transport),
-            self._peers.post,
+            self._post,
             self._engine.wake,
             self._handover_failed,
         )
@@ -258,6 +285,7 @@ class Worker:
             max_model_len=core.vllm_config.model_config.max_model_len,
             kv_blocks=core.vllm_config.cache_config.num_gpu_blocks or 0,
             transport=link.transport.name,
+            address=self._listener.address,
         )
         return core
 
@@ -276,13 +304,20 @@ class Worker:
         self._engine.call(partial(_close, self._link_now().receiver, request_id))
         self._loop.call_soon_threadsafe(give_up)
 
-    def _put(self, client: int, batch: OutputBatch) -> None:
-        def put() -> None:
-            queue = self._queues.get(client)
-            if queue is not None:
-                queue.put_nowait(batch)
+    def _post(self, peer: str, delivery: Delivery, taken: Callable[[], None]) -> None:
+        """Any thread: send a delivery to another worker."""
+        assert self._peers is not None
+        send = (
+            self._peers.post
+            if plain(delivery, self._link_now().transport.plain_tickets)
+            else self._peers.call
+        )
+        send(peer, delivery, taken)
 
-        self._loop.call_soon_threadsafe(put)
+    def _put(self, client: int, batch: OutputBatch) -> None:
+        """Any thread: send a gateway what there is for it."""
+        if (channel := self._gateways.get(client)) is not None:
+            channel.send(batch)
 
     def _forget(self, request_id: str) -> None:
         self._clients.pop(request_id, None)

@@ -14,7 +14,7 @@ from actors.peers import NAMESPACE
 from cluster.file import ClusterFile
 from cluster.names import GATEWAY
 from deployments.errors import StartError
-from deployments.gateway import Gateway, GatewaySpec
+from deployments.gateway import GRACEFUL_S, Gateway, GatewaySpec
 from deployments.place import PlacedWorker, Progress, start_workers, stop_workers
 
 APP = "handoff"
@@ -62,17 +62,13 @@ def _serve_gateway(file: ClusterFile, workers: list[PlacedWorker], progress: Pro
         workers=tuple(worker.info.name for worker in workers),
     )
     progress("starting the gateway")
-    serve.start(
-        proxy_location="HeadOnly",
-        http_options={"host": file.gateway.host, "port": file.gateway.port, "request_timeout_s": None},
-        logging_config={"enable_access_log": False},
-    )
+    serve.start(proxy_location="Disabled")  # replicas listen themselves; see deployments/gateway.py
     deployment = serve.deployment(
-        serve.ingress()(Gateway),
+        Gateway,
         name="gateway",
         num_replicas=file.gateway.replicas,
-        max_ongoing_requests=10_000,
-        graceful_shutdown_timeout_s=5,
+        user_config={"host": file.gateway.host, "port": file.gateway.port},
+        graceful_shutdown_timeout_s=GRACEFUL_S + 1,
         ray_actor_options={"num_cpus": 1, "resources": {GATEWAY: 1}},
     )
     serve.run(deployment.bind(spec), name=APP, route_prefix="/", blocking=False)

@@ -89,7 +89,6 @@ class Dispatcher:
         self._deliver, self._fail, self._seeded_alone = deliver, fail, seeded_alone
         self._workers: dict[str, WorkerClient] = {}
         self._flights: dict[str, Flight] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def add_worker(self, worker: WorkerClient) -> None:
         """Make a connected worker available to the router."""
@@ -205,21 +204,7 @@ class Dispatcher:
     ) -> None:
         engine_id = flight.engine_id
         part.request_id, part.client_index = engine_id, worker.client
-        frame = encode_request(part)
-
-        async def submit() -> None:
-            try:
-                await worker.submit(frame, handover)
-            except Exception as error:
-                if self._flight(engine_id) is flight:
-                    self._retry(flight, f"worker {worker.info.name} refused it: {error}")
-                    return
-            if self._flight(engine_id) is not flight:  # aborted meanwhile; the abort may have come first
-                worker.abort([engine_id])
-
-        task = asyncio.create_task(submit())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        worker.submit(encode_request(part), handover)
 
     def _advance(
         self,

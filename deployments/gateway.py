@@ -1,14 +1,24 @@
-"""The gateway: vLLM's OpenAI server in a Ray Serve replica, its engine being our cluster."""
+"""The gateway: vLLM's OpenAI server in a Ray Serve replica, its engine being our cluster.
+
+Serve starts, places, watches and replaces the replicas. HTTP comes straight to them: each
+listens on the gateway's port itself, as vLLM's own server does. Serve's proxy would copy every
+token through another process.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import secrets
+import socket
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+import uvicorn
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -16,11 +26,17 @@ from vllm.entrypoints.launchers.app import build_app
 from actors.engine import engine_config
 from actors.messages import WorkerInfo
 from actors.peers import NAMESPACE
+from actors.secret import CHANNEL_PURPOSE, data_plane_key
 from deployments.engine_client import TASKS, ClusterEngineClient
+from deployments.errors import StartError
 from deployments.ledger import Record, current
 from deployments.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 60
+GRACEFUL_S = 4
+"""How long a replica that is being stopped goes on answering; Serve ends it a second later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +63,30 @@ class Gateway:
     def __init__(self, spec: GatewaySpec) -> None:
         self._spec = spec
         self._engine = ClusterEngineClient(engine_config(spec.model, spec.engine))
-        self._app: FastAPI | None = None
+        self._server: Server | None = None
+        self._serving: asyncio.Task[None] | None = None
 
-    async def __serve_build_asgi_app__(self) -> Any:
-        """Connect to the workers and build vLLM's application; called by Serve once per replica."""
-        client = secrets.randbits(31)
+    async def reconfigure(self, address: dict[str, Any]) -> None:
+        """Connect to the workers, then listen on ``host`` and ``port``. Called by Serve."""
+        if self._server is not None:
+            return
+        await self._connect()
+        listening = listen(address["host"], address["port"])
+        self._server = Server(uvicorn_config(await self._build_app()))
+        self._serving = asyncio.create_task(self._server.serve([listening]), name="http")
+
+    async def _connect(self) -> None:
+        client, key = secrets.randbits(31), data_plane_key(CHANNEL_PURPOSE)
         dispatcher = self._engine.dispatcher
         for name in self._spec.workers:
             handle = ray.get_actor(name, namespace=NAMESPACE)
             info: WorkerInfo = await handle.start.remote()
-            worker = WorkerClient(handle, info, client, dispatcher.on_batch, dispatcher.on_lost)
+            worker = WorkerClient(handle, info, client, key, dispatcher.on_batch, dispatcher.on_lost)
             await worker.connect()
             dispatcher.add_worker(worker)
+
+    async def _build_app(self) -> Any:
+        """Build vLLM's application around our engine."""
         arguments = server_arguments(self._spec)
         app = build_app(arguments, TASKS, self._engine.model_config)
         app.include_router(ledger_routes(self._engine))
@@ -66,7 +94,52 @@ class Gateway:
         return LedgerMiddleware(app)
 
     async def check_health(self) -> None:
-        """Serve's health check: the replica is healthy while it can answer; workers recover by themselves."""
+        """Serve's health check: healthy while it takes requests; workers recover by themselves."""
+        if self._serving is not None and self._serving.done():
+            raise RuntimeError("the HTTP server has ended")
+
+    async def __del__(self) -> None:
+        """Called by Serve before it ends the replica: finish what is being answered, take nothing new."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            with contextlib.suppress(Exception):
+                await self._serving
+
+
+class Server(uvicorn.Server):
+    """Uvicorn without its signal handlers: the process belongs to Serve."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See the base class."""
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there, together with other replicas on the same node.
+
+    Raises:
+        StartError: another program has the port.
+
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048, reuse_port=True)
+    except OSError as error:
+        raise StartError(
+            f"the gateway cannot listen on {host}:{port}: {error.strerror}; set gateway.port to a free one"
+        ) from error
+
+
+def uvicorn_config(app: Any) -> uvicorn.Config:
+    """Return how HTTP is served: as vLLM's own server does."""
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACEFUL_S,
+    )
 
 
 def server_arguments(spec: GatewaySpec) -> Namespace:
@@ -122,8 +195,7 @@ class LedgerMiddleware:
 
         async def noting(message: Any) -> None:
             if message["type"] == "http.response.start":
-                if header is None:  # otherwise Serve's proxy returns it
-                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             elif message.get("body"):
                 record.note_sent()
             await send(message)

@@ -1,24 +1,25 @@
-"""The gateway's connection to one worker: calls out, one stream of outputs back.
+"""The gateway's connection to one worker: requests out, one stream of outputs back.
 
-All requests of a gateway share the stream: a worker sends one message per engine step and
+All requests of a gateway share a channel: a worker sends one message per engine step and
 gateway, however many requests are in the step.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.messages import Handover, OutputBatch, WorkerInfo, WorkerStats
+from actors.channel import Channel, dial
+from actors.messages import Abort, Handover, Hello, OutputBatch, Submit, WorkerInfo, WorkerStats
 
 logger = logging.getLogger(__name__)
 
 CLOCK_SAMPLES = 5
 RECONNECT_S = 1.0
+RETURN_TIMEOUT_S = 120.0
 
 
 class WorkerClient:
@@ -28,8 +29,9 @@ class WorkerClient:
         handle: the actor.
         info: what the worker told about itself when it started.
         client: this gateway's number, unique among the worker's clients.
+        key: the cluster's key for channels.
         on_batch: called with (this client, batch) for everything the worker sends.
-        on_lost: called with (this client, reason) when the stream breaks; every request
+        on_lost: called with (this client, reason) when the channel breaks; every request
             that was there is lost.
 
     """
@@ -39,6 +41,7 @@ class WorkerClient:
         handle: Any,
         info: WorkerInfo,
         client: int,
+        key: bytes,
         on_batch: Callable[[WorkerClient, OutputBatch], None],
         on_lost: Callable[[WorkerClient, str], None],
     ) -> None:
@@ -47,26 +50,39 @@ class WorkerClient:
         self.clock_offset = 0.0
         self.prefill_tokens = 0
         self.running = 0
-        self.client, self._on_batch, self._on_lost = client, on_batch, on_lost
-        self._task: asyncio.Task[None] | None = None
-        # Calls for a request are made outside it: when a client leaves, Serve cancels the request's task, and
-        # Ray with it every call that was made from there, among them the abort.
-        self._outside = contextvars.Context()
+        self.client, self._key = client, key
+        self._on_batch, self._on_lost = on_batch, on_lost
+        self._channel: Channel | None = None
+        self._return: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
-        """Measure the clock offset and start reading outputs."""
+        """Open the channel and measure the clock offset.
+
+        Raises:
+            ChannelError: the worker cannot be reached.
+
+        """
         self.clock_offset = await self._measure_offset()
+        self._channel = await dial(self.info.address, self._key)
+        self._channel.open(lambda batch: self._on_batch(self, batch), self._lost)
+        self._channel.send(Hello(self.client))
         self.alive = True
-        self._task = asyncio.create_task(self._read(), name=f"outputs of {self.info.name}")
 
-    async def close(self) -> None:
-        """Stop reading."""
-        if self._task is not None:
-            self._task.cancel()
+    def close(self) -> None:
+        """End the channel, or the wait for the worker's return."""
+        self.alive = False
+        if self._return is not None:
+            self._return.cancel()
+        if self._channel is not None:
+            self._channel.close()
 
-    async def submit(self, frame: tuple[bytes, ...], handover: Handover | None) -> None:
-        """Send a request; raises what the worker raised, or Ray's error if it is gone."""
-        await self._outside.run(self.handle.submit.remote, frame, handover)
+    def submit(self, frame: tuple[bytes, ...], handover: Handover | None) -> None:
+        """Send a request. If the worker is gone, ``on_lost`` is called, now or soon."""
+        self._send(Submit(frame, handover))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Tell the worker to forget requests; not waited for."""
+        self._send(Abort(tuple(request_ids)))
 
     async def stats(self) -> WorkerStats:
         """Return the worker's counters."""
@@ -76,10 +92,6 @@ class WorkerClient:
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; returns whether the engine could (nothing was running)."""
         return bool(await self.handle.reset_prefix_cache.remote())
-
-    def abort(self, request_ids: list[str]) -> None:
-        """Tell the worker to forget requests; not waited for."""
-        self._outside.run(self.handle.abort.remote, request_ids)
 
     async def _measure_offset(self) -> float:
         """Return the worker's clock minus ours, from the fastest of a few round trips (Cristian 1989)."""
@@ -92,29 +104,24 @@ class WorkerClient:
         # Processes of one machine share the clock; a smaller offset is measuring noise.
         return best[1] if abs(best[1]) > best[0] else 0.0
 
-    async def _read(self) -> None:
-        while True:
-            try:
-                async for reference in self.handle.outputs.remote(self.client):
-                    self._on_batch(self, await reference)
-                reason = "its output stream ended"
-            except asyncio.CancelledError:
-                raise
-            except Exception as error:
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self.alive = False
-            logger.warning("worker %s was lost: %s", self.info.name, reason)
-            self._on_lost(self, reason)
-            await self._until_back()
+    def _send(self, message: Submit | Abort) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def _lost(self, reason: str) -> None:
+        self.alive, self._channel = False, None
+        logger.warning("worker %s was lost: %s", self.info.name, reason)
+        self._on_lost(self, reason)
+        self._return = asyncio.get_running_loop().create_task(self._until_back())
 
     async def _until_back(self) -> None:
-        """Wait until the worker (restarted by Ray) has an engine again."""
+        """Wait until the worker can be reached again: restarted by Ray, or its network mended."""
         while not self.alive:
             await asyncio.sleep(RECONNECT_S)
             try:
-                self.info = await self.handle.start.remote()
-                self.clock_offset = await self._measure_offset()
-                self.alive = True
+                async with asyncio.timeout(RETURN_TIMEOUT_S):
+                    self.info = await self.handle.start.remote()
+                    await self.connect()
                 logger.warning("worker %s is back", self.info.name)
             except Exception as error:
                 logger.debug("worker %s is not back yet: %s", self.info.name, error)

@@ -22,6 +22,7 @@ class MemoryTransport:
     """
 
     name = "memory"
+    plain_tickets = True
 
     def __init__(self, capacity: int = 1 << 30) -> None:
         self._capacity = capacity

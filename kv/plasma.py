@@ -29,6 +29,7 @@ class PlasmaTransport:
     """
 
     name = "plasma"
+    plain_tickets = False
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Ticket, int]] = {}

@@ -85,6 +85,7 @@ class TcpTransport:
     """
 
     name = "tcp"
+    plain_tickets = True
 
     def __init__(self, address: str, key: bytes) -> None:
         self._key = key

@@ -22,6 +22,8 @@ class Transport(Protocol):
 
     name: str
     """Short name in logs, metrics and ledgers: ``plasma``, ``tcp`` ..."""
+    plain_tickets: bool
+    """Whether tickets are plain data. Otherwise they hold references that only Ray's own calls can carry."""
 
     def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
         """Make runs fetchable and return a ticket for them.

@@ -1,7 +1,7 @@
 """The dispatcher with workers that answer when a test says so: orders of events that are rare in life."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -20,31 +20,25 @@ SEEDED_ALONE = 6
 
 
 class Client:
-    """Stands for a `WorkerClient`. What it was told is in `log`; `submit` waits for `accept`."""
+    """Stands for a `WorkerClient`. What it was told is in `log`."""
 
     def __init__(self, name: str, role: Role) -> None:
         layout = KVLayout("m", "bf16", 1, 128, 1, "x")
         files = ModelFiles("m", "/m")
-        self.info = WorkerInfo(name, role, f"node-{name}", 1, files, layout, 1, 1, "memory")
+        self.info = WorkerInfo(name, role, f"node-{name}", 1, files, layout, 1, 1, "memory", ("", 0))
         self.alive, self.client, self.clock_offset = True, 1, 0.0
         self.prefill_tokens = self.running = 0
         self.log: list[tuple[str, str]] = []
         self.handovers: list[Handover | None] = []
         self.prompts: list[list[int]] = []
-        self.accept = asyncio.Event()
-        self.accept.set()
-        self.refusal: Exception | None = None
 
-    async def submit(self, frame: tuple[bytes, ...], handover: Handover | None) -> None:
-        await self.accept.wait()
-        if self.refusal is not None:
-            raise self.refusal
+    def submit(self, frame: tuple[bytes, ...], handover: Handover | None) -> None:
         asked = decode_request(frame)
         self.log.append(("submit", asked.request_id))
         self.handovers.append(handover)
         self.prompts.append(list(asked.prompt_token_ids or ()))
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         self.log += [("abort", request_id) for request_id in request_ids]
 
 
@@ -152,20 +146,6 @@ async def test_the_first_token_ends_it_and_decode_is_told(pair: Pair) -> None:
 
 
 @scenario
-async def test_an_abort_that_overtakes_the_submission_is_repeated(pair: Pair) -> None:
-    pair.p.accept.clear()
-    pair.d.accept.clear()
-    await pair.submit()
-    pair.dispatcher.abort(["r"])
-    for worker in (pair.p, pair.d):
-        worker.accept.set()
-    await settle()
-    for worker in (pair.p, pair.d):
-        assert worker.log == [("abort", "r.0"), ("submit", "r.0"), ("abort", "r.0")]
-    assert pair.idle()
-
-
-@scenario
 async def test_what_comes_after_an_abort_is_dropped(pair: Pair) -> None:
     await pair.submit()
     pair.dispatcher.abort(["r"])
@@ -244,8 +224,8 @@ async def test_a_prefill_worker_whose_part_is_done_may_die(pair: Pair) -> None:
 
 @scenario
 async def test_a_refused_submission_is_tried_elsewhere(pair: Pair) -> None:
-    pair.p.refusal = RuntimeError("no")
     await pair.submit()
+    await pair.failure(pair.p, "the engine refused it: no")
     assert pair.d.log[-1] == ("submit", "r.1")
     assert "refused it: no" in str(pair.record.facts["failure"])
 
