@@ -3,8 +3,12 @@
 import hmac
 import itertools
 import logging
+import pickle
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -461,7 +465,7 @@ def test_closing_ends_the_fetches_in_flight(
     ticket = sender.publish(SENT, read)
     with ThreadPoolExecutor(3) as pool:
         fetches = [fetching(pool, receiver, ticket) for _ in range(3)]
-        until(lambda: len(sender._busy) == len(receiver._busy) == 3, "three are in flight")
+        until(lambda: sender._payloads[ticket.payload].sending == 3, "three are in flight")
         {"sender": sender, "receiver": receiver}[end].close()
         for fetch in fetches:
             with pytest.raises(PeerLost, match="is gone"):
@@ -634,3 +638,42 @@ def test_large_payloads_on_several_connections_at_once(sender: TcpTransport, rec
     until(lambda: read.calls >= threads * chunks, "all is read")
     assert read.calls == threads * chunks
     assert 1 <= len(sender._busy) <= threads
+
+
+DIES_HALFWAY = """
+import os, pickle, signal, sys, time
+import numpy as np
+import kv.tcp
+
+def half(connection, head, runs):
+    connection.sendall(head)
+    connection.sendall(runs[0].data[: runs[0].nbytes // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+kv.tcp._send = half
+transport = kv.tcp.TcpTransport("127.0.0.1", b"k" * 32)
+ticket = transport.publish([np.ones(int(sys.argv[1]), np.uint8)], lambda: None)
+print(pickle.dumps(ticket).hex(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_sender_that_is_killed_halfway(receiver: TcpTransport) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", DIES_HALFWAY, str(BIG)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        ticket = pickle.loads(bytes.fromhex(child.stdout.readline()))
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match=str(ticket.port)):
+            receiver.fetch(ticket, [np.zeros(BIG, np.uint8)], WAIT_S)
+        assert time.monotonic() - began < WAIT_S
+        assert child.wait(WAIT_S) == -signal.SIGKILL
+        with pytest.raises(PeerLost, match=str(ticket.port)):
+            receiver.fetch(ticket, [np.zeros(BIG, np.uint8)], WAIT_S)
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kv.chunk import Run
-from kv.errors import ChunkCorrupt, PeerLost, TransferTimeout
+from kv.chunk import ChunkHeader, KVLayout, Run, checksum
+from kv.errors import ChunkCorrupt, PeerLost, TransferError, TransferTimeout
+from kv.faulty import Fault, FaultyTransport, Kind
 from kv.transport import Ticket, Transport
 
 WAIT_S = 10.0
@@ -40,6 +41,18 @@ def fetched(receiver: Transport, ticket: Ticket, like: Sequence[Run]) -> list[Ru
     into = room(like)
     receiver.fetch(ticket, into, WAIT_S)
     return into
+
+
+def header_of(runs: Sequence[Run]) -> ChunkHeader:
+    """What a sender promises of these runs."""
+    layout = KVLayout("m", "torch.bfloat16", 1, 128, 1, "x")
+    sums = tuple(checksum(run) for run in runs)
+    return ChunkHeader("r", layout, 0, (0, 128), (0, 1), sums, sum(run.nbytes for run in runs))
+
+
+def equal_runs(seed: int, runs: int = 3) -> list[Run]:
+    """Runs of one length."""
+    return list(np.random.default_rng(seed).integers(0, 256, (runs, 4096), dtype=np.uint8))
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -302,3 +315,62 @@ class TransportSuite:
         ticket = self.late_ticket()
         with pytest.raises(TransferTimeout, match=r"0\.2"):
             receiver.fetch(ticket, room(payload(0)), 0.2)
+
+    # -- transfers that are broken off --------------------------------------------------------
+
+    @pytest.mark.parametrize("broken_off_by", ["release", "close"])
+    def test_a_transfer_that_is_broken_off_is_whole_or_an_error(
+        self, sender: Transport, receiver: Transport, broken_off_by: str
+    ) -> None:
+        """Fetches are under way on several threads when the sender takes the payload back."""
+        sent, read = payload(20, nbytes=1 << 20), Read()
+        ticket, outcomes = sender.publish(sent, read), list[str]()
+
+        def fetch() -> None:
+            for _ in range(50):
+                try:
+                    outcomes.append("whole" if same(fetched(receiver, ticket, sent), sent) else "damaged")
+                except TransferError:
+                    outcomes.append("error")
+                    return
+
+        with ThreadPoolExecutor(3) as pool:
+            tasks = [pool.submit(fetch) for _ in range(3)]
+            until(lambda: len(outcomes) > 3, "fetches are under way")
+            sender.release(ticket) if broken_off_by == "release" else sender.close()
+            for task in tasks:
+                task.result(timeout=60)
+        assert set(outcomes) <= {"whole", "error"}
+        until(lambda: read.calls, "read")
+        assert (read.calls, sender.live()) == (1, (0, 0))
+
+    # -- damage is found by what the header promises --------------------------------------------
+
+    @pytest.mark.parametrize("kind", ["corrupt", "truncated", "swapped"])
+    def test_damage_on_the_way_is_found(self, sender: Transport, receiver: Transport, kind: Kind) -> None:
+        sent, faulty = equal_runs(21), FaultyTransport(receiver)
+        ticket, header = sender.publish(sent, nothing), header_of(sent)
+        faulty.suffer(Fault(kind, times=1))
+        arrived = fetched(faulty, ticket, sent)
+        with pytest.raises(ChunkCorrupt, match="checksum of run"):
+            header.verify(arrived)
+        assert faulty.fired == {kind: 1}
+        header.verify(fetched(faulty, ticket, sent))  # and what was published is still sound
+
+    def test_the_payload_of_another_chunk_is_found(self, sender: Transport, receiver: Transport) -> None:
+        one, other = equal_runs(22), equal_runs(23)
+        sender.publish(one, nothing)
+        arrived = fetched(receiver, sender.publish(other, nothing), one)
+        with pytest.raises(ChunkCorrupt, match="checksum of run 0"):
+            header_of(one).verify(arrived)
+
+    def test_a_payload_of_another_chunk_in_part_is_found(
+        self, sender: Transport, receiver: Transport
+    ) -> None:
+        """A chunk that came twice in place of two: its last run is not what the other one's is."""
+        one, other = equal_runs(24), equal_runs(25)
+        into = room(one)
+        receiver.fetch(sender.publish(one, nothing), into, WAIT_S)
+        receiver.fetch(sender.publish(other, nothing), [None, None, into[2]], WAIT_S)
+        with pytest.raises(ChunkCorrupt, match="checksum of run 2"):
+            header_of(one).verify(into)
