@@ -50,7 +50,7 @@ class FaultyTransport:
     """
 
     def __init__(self, inner: Transport) -> None:
-        self.inner, self.name = inner, inner.name
+        self.inner, self.name, self.plain_tickets = inner, inner.name, inner.plain_tickets
         self.latency_s = 0.0
         self.s_per_byte = 0.0
         self.fired: Counter[str] = Counter()
