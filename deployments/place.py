@@ -15,7 +15,7 @@ from actors.errors import EngineStartError
 from actors.fingerprint import require_same
 from actors.messages import WorkerInfo, WorkerSpec
 from actors.peers import NAMESPACE
-from actors.worker import Worker
+from actors.worker import ENGINE_ENV, Worker
 from cluster.file import ClusterFile
 from cluster.nodes import snapshot
 from cluster.placement import Placement, WorkerAsk, place
@@ -98,6 +98,7 @@ def _create(spec: WorkerSpec, ask: WorkerAsk, placement: Placement) -> Any:
             resources=placement.resources,
             scheduling_strategy=NodeAffinitySchedulingStrategy(placement.node_id, soft=False),
             max_restarts=RESTARTS,
+            runtime_env={"env_vars": dict(ENGINE_ENV)},
             max_concurrency=10_000,
         )
         .remote(spec)

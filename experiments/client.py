@@ -78,7 +78,7 @@ class Timing:
 
 
 class Client:
-    """One connection to an OpenAI server. A context manager."""
+    """A client of an OpenAI server, one request at a time. A context manager."""
 
     def __init__(self, url: str, model: str) -> None:
         parts = urlsplit(url)
@@ -121,8 +121,8 @@ class Client:
 
     def _stream(self, path: str, body: bytes, request_id: str) -> tuple[float, list[tuple[float, bytes]]]:
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-        if self._connection.sock is None:
-            self._connection.connect()  # not part of a request's time
+        self._connection.close()  # servers drop connections that rest for a few seconds
+        self._connection.connect()  # not part of a request's time
         sent = time.monotonic()
         self._connection.request("POST", path, body, headers)
         response = self._connection.getresponse()
@@ -193,8 +193,16 @@ def overhead_ms(prompt: Sequence[int], repeats: int = 50) -> float:
 
 
 def _answer_at_once(listener: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # closed
+            return
+        _answer(connection)
+
+
+def _answer(connection: socket.socket) -> None:
     event = 'data: {"choices": [{"text": "a"}], "usage": {"completion_tokens": %d}}\n\n'
-    connection, _ = listener.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with connection, connection.makefile("rwb") as file:
         while line := file.readline():

@@ -1,8 +1,10 @@
 """Handoff against an undivided engine: time to first token, time per token, and where the difference goes.
 
 Both systems run at the same time on one machine, the engine of the undivided one on the same core as
-Handoff's prefill worker. One request at a time: each prompt is new, and goes to both systems one right after
-the other (a pair). So a change of the machine's speed meets both, and only ratios of pairs are compared.
+Handoff's prefill worker. One request at a time: each prompt is new, and goes to both systems one after the
+other (a pair). So a change of the machine's speed meets both, and only ratios of pairs are compared. Before
+every request both systems rest: for a second after an answer, vLLM's own worker process keeps its core busy
+waiting for more, and would slow down whoever is measured next.
 """
 
 import random
@@ -49,6 +51,7 @@ class Parameters:
         warmup: pairs for each length before those.
         engine: vLLM options of all engines.
         idle_s: how long the CPU use of both systems at rest is watched.
+        rest_s: how long nothing is asked before each request.
         seed: of the random prompts.
 
     """
@@ -60,6 +63,7 @@ class Parameters:
     warmup: int = 2
     engine: Mapping[str, Any] = field(default_factory=lambda: dict(ENGINE))
     idle_s: float = 3.0
+    rest_s: float = 1.5
     seed: int = 0
 
 
@@ -167,10 +171,7 @@ def _measure_pairs(
         while repeat < parameters.repeats:
             prompt = [ids.randint(FIRST_ORDINARY_ID, highest) for _ in range(length)]
             order = SYSTEMS if repeat % 2 == 0 else SYSTEMS[::-1]  # neither always comes first
-            done = {
-                system: _one(system, clients[system], prompt, repeat, parameters.output_tokens)
-                for system in order
-            }
+            done = {system: _one(system, clients[system], prompt, repeat, parameters) for system in order}
             plain, ours = done[UNDIVIDED], done[HANDOFF]
             if plain.timing.at_once or ours.timing.at_once:
                 discarded += 1
@@ -189,9 +190,10 @@ def _measure_pairs(
     return pairs, discarded
 
 
-def _one(system: str, client: Client, prompt: Sequence[int], repeat: int, tokens: int) -> Sample:
+def _one(system: str, client: Client, prompt: Sequence[int], repeat: int, parameters: Parameters) -> Sample:
     request_id = f"bench-{len(prompt)}-{repeat}"
-    timing = client.complete(prompt, tokens, request_id)
+    time.sleep(parameters.rest_s)
+    timing = client.complete(prompt, parameters.output_tokens, request_id)
     record = client.record(request_id) if system == HANDOFF else None
     return Sample(system, len(prompt), repeat, timing, record)
 
