@@ -71,6 +71,7 @@ class Link:
             block_bytes=self.cache.block_nbytes,
             order=block_order(tensors[0], block_size),
         )
+        self.transport.register(self.cache.memory())
         self.sender = Sender(self.cache, self.layout, self.transport, self._post, self.wake)
         self.receiver = Receiver(
             self.cache, self.layout, self.transport, self.marks, self.wake, self._on_failed

@@ -63,6 +63,10 @@ class FaultyTransport:
         with self._lock:
             self._faults, self._chances = list(faults), 0.0
 
+    def register(self, memory: Sequence[Run]) -> None:
+        """See ``Transport.register``."""
+        self.inner.register(memory)
+
     def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
         """See ``Transport.publish``."""
         if self._next("full"):

@@ -29,6 +29,9 @@ class MemoryTransport:
         self._payloads: dict[str, list[Run]] = {}
         self._lock = threading.Lock()
 
+    def register(self, memory: Sequence[Run]) -> None:
+        """See ``Transport.register``. Any memory will do."""
+
     def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
         """See ``Transport.publish``. Copies."""
         copies: list[Run] = [np.array(run) for run in runs]

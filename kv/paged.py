@@ -39,6 +39,15 @@ class PagedCache:
         self.block_nbytes = int(self._layers[0].shape[1])
         """Bytes of one block in one layer."""
 
+    def memory(self) -> list[Run]:
+        """Return all of the cache: each layer from its first block to its last, as one run."""
+        return [
+            np.lib.stride_tricks.as_strided(
+                layer, ((len(layer) - 1) * layer.strides[0] + layer.shape[1],), (1,)
+            )
+            for layer in self._layers
+        ]
+
     def runs(self, blocks: Sequence[int]) -> list[Run]:
         """Return the runs that hold these blocks: layer by layer, block by block within a layer."""
         return [layer[block] for layer in self._layers for block in blocks]

@@ -98,6 +98,9 @@ class TcpTransport:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, name="kv-tcp-accept", daemon=True).start()
 
+    def register(self, memory: Sequence[Run]) -> None:
+        """See ``Transport.register``. Any memory will do."""
+
     # -- the sender's side ------------------------------------------------------------------------
 
     def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> TcpTicket:

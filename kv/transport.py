@@ -25,6 +25,13 @@ class Transport(Protocol):
     plain_tickets: bool
     """Whether tickets are plain data. Otherwise they hold references that only Ray's own calls can carry."""
 
+    def register(self, memory: Sequence[Run]) -> None:
+        """Announce memory that payloads will be published from and fetched into, once, before they are.
+
+        It is kept alive, and must stay where it is, until ``close``.
+        """
+        ...
+
     def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
         """Make runs fetchable and return a ticket for them.
 

@@ -117,3 +117,13 @@ def test_blocks_of(layers: list[npt.NDArray[np.uint8]], tokens: int, blocks: int
 def test_memory_that_cannot_be_viewed_as_blocks_is_refused(layer: npt.NDArray[np.uint8]) -> None:
     with pytest.raises(ValueError, match="a layer must be uint8"):
         PagedCache([layer], SIZE)
+
+
+def test_memory_spans_every_block_and_is_the_engines_own() -> None:
+    whole = np.arange(6 * 64, dtype=np.uint8).reshape(6, 64)
+    one, other = PagedCache([whole, whole[::2]], SIZE).memory()  # blocks side by side, and apart
+    assert np.array_equal(one, whole.reshape(-1))
+    assert np.array_equal(other, whole.reshape(-1)[: 4 * 64 + 64])
+    whole[4] = 7
+    assert (one[4 * 64 : 5 * 64] == 7).all()
+    assert (other[4 * 64 :] == 7).all()
