@@ -24,14 +24,23 @@ DIAL_AGAIN_S = 0.2
 
 
 @dataclass(slots=True)
+class _Posted:
+    """A delivery that its peer has not taken. ``sent`` is the process that it was sent to."""
+
+    delivery: Delivery
+    taken: Callable[[], None]
+    sent: Address | None = None
+
+
+@dataclass(slots=True)
 class _Peer:
-    """A worker. Everything but ``channel.send`` happens on the event loop."""
+    """A worker. ``address`` is that of the process which was dialled last."""
 
     name: str
     address: Address | None = None
     channel: Channel | None = None
     dialling: asyncio.Task[None] | None = None
-    untaken: dict[int, tuple[Delivery, Callable[[], None]]] = field(default_factory=dict)
+    untaken: dict[int, _Posted] = field(default_factory=dict)
 
 
 class Peers:
@@ -40,11 +49,17 @@ class Peers:
     Args:
         key: the cluster's key for channels.
         loop: the worker's event loop.
+        undelivered: told (delivery, reason) on the loop when a delivery cannot be made.
 
     """
 
-    def __init__(self, key: bytes, loop: asyncio.AbstractEventLoop) -> None:
-        self._key, self._loop = key, loop
+    def __init__(
+        self,
+        key: bytes,
+        loop: asyncio.AbstractEventLoop,
+        undelivered: Callable[[Delivery, str], None],
+    ) -> None:
+        self._key, self._loop, self._undelivered = key, loop, undelivered
         self._peers: dict[str, _Peer] = {}
         self._numbers = itertools.count()
 
@@ -72,53 +87,67 @@ class Peers:
                 peer.dialling.cancel()
             if peer.channel is not None:
                 peer.channel.close()
-            _give_up(peer)
+            self._give_up(peer, list(peer.untaken), "this worker is stopping")
 
     # -- event loop -----------------------------------------------------------------------------
 
     def _post(self, name: str, delivery: Delivery, taken: Callable[[], None]) -> None:
         peer = self._peers.setdefault(name, _Peer(name))
         number = next(self._numbers)
-        peer.untaken[number] = (delivery, taken)
+        peer.untaken[number] = _Posted(delivery, taken)
         if peer.channel is not None:
-            peer.channel.send(Announce(number, delivery))
+            self._send(peer, number)
         elif peer.dialling is None:
             peer.dialling = self._loop.create_task(self._dial(peer), name=f"dial {name}")
 
+    def _send(self, peer: _Peer, number: int) -> None:
+        assert peer.channel is not None
+        posted = peer.untaken[number]
+        posted.sent = peer.address
+        peer.channel.send(Announce(number, posted.delivery))
+
     async def _dial(self, peer: _Peer) -> None:
-        """Connect, and send what waits; a process that cannot be reached gets nothing of it."""
+        """Connect and send what waits: to the process that had it, else to the one in its place."""
         try:
             if peer.address is not None:
                 await self._dial_again(peer, peer.address)
-            else:
-                async with asyncio.timeout(FOUND_WITHIN_S):
-                    handle: Any = await asyncio.to_thread(ray.get_actor, peer.name, NAMESPACE)
-                    info: WorkerInfo = await handle.start.remote()
-                peer.address = info.address
-                self._connected(peer, await dial(info.address, self._key))
-        except Exception as error:
-            logger.warning("worker %s could not be reached: %s", peer.name, error or type(error).__name__)
-            peer.address = None
-            _give_up(peer)
+            if peer.channel is None and peer.untaken:
+                await self._dial_new(peer)
         finally:
             peer.dialling = None
 
     async def _dial_again(self, peer: _Peer, address: Address) -> None:
+        """After a break: whatever was sent to a process that is gone is lost with it."""
         deadline = self._loop.time() + BACK_WITHIN_S
-        while True:
+        reason = "it does not answer any more"
+        while any(posted.sent for posted in peer.untaken.values()) and self._loop.time() < deadline:
             try:
                 self._connected(peer, await dial(address, self._key, BACK_WITHIN_S))
                 return
-            except ChannelError:
-                if self._loop.time() > deadline:
-                    raise
+            except ChannelError as error:
+                reason = str(error)
                 await asyncio.sleep(DIAL_AGAIN_S)
+        peer.address = None
+        self._give_up(peer, [number for number, posted in peer.untaken.items() if posted.sent], reason)
+
+    async def _dial_new(self, peer: _Peer) -> None:
+        """Ask Ray where the worker is now."""
+        try:
+            async with asyncio.timeout(FOUND_WITHIN_S):
+                handle: Any = await asyncio.to_thread(ray.get_actor, peer.name, NAMESPACE)
+                info: WorkerInfo = await handle.start.remote()
+            peer.address = info.address
+            self._connected(peer, await dial(info.address, self._key))
+        except TimeoutError:
+            self._give_up(peer, list(peer.untaken), f"Ray did not find it within {FOUND_WITHIN_S:.0f} s")
+        except Exception as error:
+            self._give_up(peer, list(peer.untaken), str(error))
 
     def _connected(self, peer: _Peer, channel: Channel) -> None:
         def replied(message: object) -> None:
             assert isinstance(message, Taken), message
-            if (entry := peer.untaken.pop(message.number, None)) is not None:
-                entry[1]()
+            if (posted := peer.untaken.pop(message.number, None)) is not None:
+                posted.taken()
 
         def lost(reason: str) -> None:
             logger.warning("the channel to worker %s broke: %s", peer.name, reason)
@@ -128,16 +157,18 @@ class Peers:
 
         peer.channel = channel
         channel.open(replied, lost)
-        for number, (delivery, _) in list(peer.untaken.items()):
-            channel.send(Announce(number, delivery))
+        for number in list(peer.untaken):
+            self._send(peer, number)
+
+    def _give_up(self, peer: _Peer, numbers: list[int], reason: str) -> None:
+        if numbers:
+            logger.warning("worker %s could not be reached: %s", peer.name, reason)
+        for number in numbers:
+            posted = peer.untaken.pop(number)
+            self._undelivered(posted.delivery, f"worker {peer.name} could not be reached: {reason}")
+            posted.taken()
 
 
 def plain(delivery: Delivery, plain_tickets: bool) -> bool:
     """Return whether a delivery can travel over a channel."""
     return plain_tickets or not isinstance(delivery, Chunk)
-
-
-def _give_up(peer: _Peer) -> None:
-    untaken, peer.untaken = peer.untaken, {}
-    for _, taken in untaken.values():
-        taken()

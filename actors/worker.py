@@ -29,6 +29,7 @@ from actors.link import Link, register
 from actors.messages import (
     Abort,
     Announce,
+    Chunk,
     Delivery,
     Handover,
     Hello,
@@ -99,7 +100,7 @@ class Worker:
             return self._info
         if self._listener is None:
             self._loop, key = asyncio.get_running_loop(), data_plane_key(CHANNEL_PURPOSE)
-            self._peers = Peers(key, self._loop)
+            self._peers = Peers(key, self._loop, self._undelivered)
             self._listener = Listener(ray.util.get_node_ip_address(), key, self._accepted)
             self._engine.start()
         await asyncio.to_thread(self._engine.started.wait)
@@ -312,6 +313,14 @@ class Worker:
             else self._peers.call
         )
         send(peer, delivery, taken)
+
+    def _undelivered(self, delivery: Delivery, reason: str) -> None:
+        """Tell the gateway, which need not wait for the decode worker to find out."""
+        request_id = delivery.header.request_id if isinstance(delivery, Chunk) else delivery.request_id
+        for (
+            channel
+        ) in self._gateways.values():  # the request may have left this worker, and with it its owner
+            channel.send(OutputBatch((), failures={request_id: reason}))
 
     def _put(self, client: int, batch: OutputBatch) -> None:
         """Any thread: send a gateway what there is for it."""
