@@ -36,9 +36,9 @@ bench-serve: setup ## Time to first token and per token, against plain vLLM, int
 	$(BIN)/handoff bench serve $(ARGS)
 
 lock: $(UV) ## Compile the pinned requirements from pyproject.toml
-	$(UV) pip compile -q pyproject.toml --extra cpu --extra dev --python-version 3.11 \
+	$(UV) pip compile -q pyproject.toml --extra cpu --extra nixl --extra dev --python-version 3.11 \
 		--no-emit-index-url --no-header --no-annotate -o requirements/cpu.txt
-	$(UV) pip compile -q pyproject.toml --extra cuda --extra dev --python-version 3.11 \
+	$(UV) pip compile -q pyproject.toml --extra cuda --extra nixl --extra dev --python-version 3.11 \
 		--no-emit-index-url --no-header --no-annotate -o requirements/cuda.txt
 
 clean: ## Remove what `make` made: the environment, models, caches

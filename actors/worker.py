@@ -45,6 +45,7 @@ from actors.messages import (
 from actors.peers import Peers, plain
 from actors.secret import CHANNEL_PURPOSE, data_plane_key
 from kv.chunk import KVLayout
+from kv.nixl import NixlTransport
 from kv.plasma import PlasmaTransport
 from kv.tcp import TcpTransport
 from kv.transport import Transport
@@ -363,4 +364,12 @@ def make_transport(name: str) -> Transport:
         return PlasmaTransport()
     if name == "tcp":
         return TcpTransport(ray.util.get_node_ip_address(), data_plane_key())
-    raise WorkerError(f"unknown transport {name!r}; there are: plasma, tcp")
+    if name == "nixl":
+        try:
+            return NixlTransport(ray.util.get_node_ip_address())
+        except ImportError as error:
+            raise WorkerError(
+                f"transport: nixl needs NIXL on every node, and it cannot be imported ({error}): "
+                f"pip install 'handoff[nixl]', or choose transport: tcp"
+            ) from error
+    raise WorkerError(f"unknown transport {name!r}; there are: nixl, plasma, tcp")

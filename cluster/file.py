@@ -125,14 +125,14 @@ class ClusterFile(_Model):
     """A consistent cluster file: every role that workers ask for is offered, and named nodes exist.
 
     model: a local path (absolute once loaded) or a hub id. engine: vLLM arguments, passed on unchanged.
-    transport: how KV moves from prefill to decode workers: directly, or through Ray's object store.
+    transport: how KV moves from prefill to decode workers: directly (tcp, nixl), or through Ray (plasma).
     """
 
     name: Name = "handoff"
     model: str
     served_model_name: str | None = None
     engine: Mapping[str, Any] = {}
-    transport: Literal["tcp", "plasma"] = "tcp"
+    transport: Literal["tcp", "plasma", "nixl"] = "tcp"
     gateway: Gateway = Gateway()
     nodes: Annotated[Mapping[Name, NodeGroup], Field(min_length=1)]
     workers: Workers = Workers()
