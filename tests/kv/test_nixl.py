@@ -415,6 +415,13 @@ def test_agents_of_peers_that_are_not_read_any_more_end(
         receiver.fetch(tickets[0], [memory], WAIT_S)  # and can be read again
 
 
+def test_idle_agents_do_not_spin(receiver: NixlTransport, peer: Peer, memory: Run) -> None:
+    receiver.fetch(peer.ticket, [memory], WAIT_S)
+    spent = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - spent < 0.2  # a thread that spins takes 0.5, and there are two agents
+
+
 def test_a_closed_transport_fetches_and_publishes_nothing(sender: NixlTransport) -> None:
     memory = np.zeros(64, np.uint8)
     sender.register([memory])
