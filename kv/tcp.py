@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import math
 import secrets
 import socket
 import struct
@@ -205,9 +206,9 @@ class TcpTransport:
 
     def _answer(self, connection: socket.socket, nonce: bytes, sequence: int) -> bool:
         """Serve one request; return whether to go on."""
-        connection.settimeout(IDLE_TIMEOUT_S if sequence else STRANGER_TIMEOUT_S)
+        _wait_at_most(connection, IDLE_TIMEOUT_S if sequence else STRANGER_TIMEOUT_S)
         head = _receive(connection, HEAD.size)
-        connection.settimeout(STALL_TIMEOUT_S)
+        _wait_at_most(connection, STALL_TIMEOUT_S)
         payload_id, count = HEAD.unpack(head)
         if count > 1 << 20:
             return False
@@ -288,9 +289,8 @@ class _Connection:
 
     def alive(self) -> bool:
         """Return whether an idle connection can be used: nothing to read, not even its end."""
-        self.socket.setblocking(False)
         try:
-            self.socket.recv(1, socket.MSG_PEEK)
+            self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
@@ -303,9 +303,10 @@ class _Connection:
         """Ask for runs and read them into ``targets``."""
         if not self._nonce:
             self._nonce = _receive(self.socket, NONCE_BYTES, deadline)
-        self.socket.settimeout(_left(deadline))
+        _wait_at_most(self.socket, _left(deadline))
         request = HEAD.pack(ticket.payload, len(wanted)) + struct.pack(f"!{len(wanted)}I", *wanted)
-        self.socket.sendall(request + _mac(key, self._nonce, self._sequence, request))
+        with _timeouts():
+            self.socket.sendall(request + _mac(key, self._nonce, self._sequence, request))
         self._sequence += 1
         status, nbytes = ANSWER.unpack(_receive(self.socket, ANSWER.size, deadline))
         if status == GONE:
@@ -330,7 +331,29 @@ def _left(deadline: float) -> float:
 
 
 def _tune(connection: socket.socket) -> None:
+    connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _wait_at_most(connection: socket.socket, seconds: float) -> None:
+    """Bound what a single call on a connection waits for, by the kernel's own timeouts.
+
+    Python's would make the socket a non-blocking one: then a call moves what fits in a buffer, and a chunk
+    takes a hundred calls, each with the whole list of pieces, instead of one.
+    """
+    micros = max(1, math.ceil(seconds * 1e6))
+    interval = struct.pack("ll", *divmod(micros, 1_000_000))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+
+
+@contextlib.contextmanager
+def _timeouts() -> Iterator[None]:
+    """Turn what the kernel says when its timeout has passed into a TimeoutError."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise TimeoutError("the connection made no progress in time") from error
 
 
 def _receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
@@ -338,8 +361,9 @@ def _receive(connection: socket.socket, size: int, deadline: float | None = None
     data = bytearray()
     while len(data) < size:
         if deadline is not None:
-            connection.settimeout(_left(deadline))
-        piece = connection.recv(size - len(data))
+            _wait_at_most(connection, _left(deadline))
+        with _timeouts():
+            piece = connection.recv(size - len(data), socket.MSG_WAITALL)
         if not piece:
             raise ConnectionError("the connection was closed")
         data += piece
@@ -352,7 +376,9 @@ def _send(connection: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
     for start in range(0, len(pieces), IOV_MAX):
         batch = pieces[start : start + IOV_MAX]
         while batch:
-            batch = _advance(batch, connection.sendmsg(batch))
+            with _timeouts():
+                sent = connection.sendmsg(batch)
+            batch = _advance(batch, sent)
 
 
 def _read_into(connection: socket.socket, targets: Sequence[Run], deadline: float) -> None:
@@ -360,8 +386,9 @@ def _read_into(connection: socket.socket, targets: Sequence[Run], deadline: floa
     for start in range(0, len(pieces), IOV_MAX):
         batch = pieces[start : start + IOV_MAX]
         while batch:
-            connection.settimeout(_left(deadline))
-            read = connection.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+            _wait_at_most(connection, _left(deadline))
+            with _timeouts():
+                read = connection.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
             if read == 0:
                 raise ConnectionError("the connection was closed in the middle of a payload")
             batch = _advance(batch, read)
