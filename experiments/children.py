@@ -65,12 +65,19 @@ class Child:
 
 @contextlib.contextmanager
 def child(
-    name: str, argv: Sequence[str], environment: Mapping[str, str], files: Mapping[str, str] | None = None
+    name: str,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    files: Mapping[str, str] | None = None,
+    *,
+    prefix: Sequence[str] = (),
+    pass_fds: Sequence[int] = (),
 ) -> Iterator[Child]:
     """Run ``python *argv`` for the length of the block, then end it with all its descendants.
 
     It gets SIGTERM when this process dies. ``{folder}`` in an argument stands for its temporary folder, where
-    ``files`` (name to text) are from the start.
+    ``files`` (name to text) are from the start. ``prefix`` comes before the whole command line (a network
+    namespace's, see ``experiments/netns.py``); the file descriptors ``pass_fds`` stay open in it.
     """
     marker = f"{name}:{secrets.token_hex(8)}"
     with tempfile.TemporaryDirectory(prefix=f"handoff-{name}-") as temporary:
@@ -80,13 +87,14 @@ def child(
         log = folder / "log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, *(argument.replace("{folder}", temporary) for argument in argv)],
+                [*prefix, sys.executable, *(argument.replace("{folder}", temporary) for argument in argv)],
                 env={**os.environ, **environment, MARKER: marker, "TMPDIR": temporary},
                 cwd=_PROJECT,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=pass_fds,
                 preexec_fn=_die_with_parent,
             )
         try:

@@ -55,6 +55,88 @@ def serve(
     console.out.print(f"\nwritten to {out}")
 
 
+@app.command()
+def kv(
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="same-node, cross-node, cross-node-10g or cross-node-1g; may be given several times."
+        ),
+    ] = None,
+    mbytes: Annotated[
+        list[int] | None, typer.Option(min=1, help="KV of one request, 2**20 bytes; several times.")
+    ] = None,
+    transport: Annotated[
+        list[str] | None, typer.Option(help="tcp, plasma ...; may be given several times.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each case is measured.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="1, 16 and 109 MB, two rounds.")] = False,
+    out: Annotated[Path, typer.Option(help="Where the run is written; the plot goes beside it.")] = Path(
+        "results/bench-kv.json"
+    ),
+) -> None:
+    """Measure how fast KV crosses from one paged cache into another, against what the link can do.
+
+    Cross-node links are network namespaces of this machine: they need root, iproute2 and iperf3.
+
+    Example: [bold]handoff bench kv --quick --link cross-node[/bold]
+    """
+    interrupt.end_in_order()
+    from experiments.kv_bench import Parameters, measure
+    from experiments.kv_plot import draw
+    from experiments.results import save
+
+    parameters = Parameters(rounds=rounds)
+    if quick:
+        parameters = replace(parameters, mbytes=(1, 16, 109), rounds=2, pieces=False)
+    if link:
+        parameters = replace(parameters, links=tuple(link))
+    if mbytes:
+        parameters = replace(parameters, mbytes=tuple(mbytes))
+    if transport:
+        parameters = replace(parameters, transports=tuple(transport))
+    run = measure(parameters, console.progress())
+    save(run, out)
+    plot = out.with_suffix(".svg")
+    plot.write_text(draw(run.results["rows"]), "utf-8")
+    _show_rates(run.results)
+    console.out.print(f"\nwritten to {out} and {plot}")
+
+
+def _show_rates(results: Any) -> None:
+    title = "KV from paged cache to paged cache (medians; MB = 2**20 bytes)"
+    columns = (
+        "link",
+        "transport",
+        "MB",
+        "at once",
+        "Gbit/s",
+        "limit",
+        "ratio",
+        "CPU s/GB",
+        "peak MB",
+        "checked",
+    )
+    table = _table(title, *columns)
+    for row in sorted(results["rows"], key=lambda row: (row["link"], row["mbytes"], row["concurrency"])):
+        table.add_row(
+            row["link"],
+            row["transport"],
+            str(row["mbytes"] or ""),
+            str(row["concurrency"]),
+            f"{row['gbit_s_p50']:.2f}",
+            "" if row["limit_gbit_s"] is None else f"{row['limit_gbit_s']:.2f}",
+            "" if row["ratio"] is None else f"{row['ratio']:.2f}",
+            "" if row["cpu_s_per_gb"] is None else f"{row['cpu_s_per_gb']:.2f}",
+            str(row.get("peak_mbytes", "")),
+            "yes" if row["checksum"] else "",
+        )
+    console.out.print(table)
+    for missing in results["not_measured"]:
+        reason = missing["reason"].strip().splitlines()[-1]
+        console.err.print(f"not measured: {missing['what']} on {missing['link']}: {reason}", style="yellow")
+
+
 def _show(results: Any) -> None:
     console.out.print(_ratios(results["rows"]))
     console.out.print(_stages("Where the time to the first token goes (ms, medians)", results, "first_token"))

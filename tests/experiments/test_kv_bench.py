@@ -1,0 +1,106 @@
+"""`bench kv`: its arithmetic, what it refuses, and a small real run."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from experiments import kv_bench, netns
+from experiments.kv_bench import BenchError, Case, Found, Parameters, Sample, measure, summary
+from experiments.kv_plot import draw
+from experiments.kv_station import MB
+from experiments.results import load, save
+
+TINY = Parameters(
+    mbytes=(1, 3),
+    concurrency=(1, 2),
+    links=("same-node",),
+    transports=("tcp",),
+    baselines=("torch.save",),
+    rounds=2,
+    pieces=False,
+)
+
+
+def sample(case: Case, gbit_s: float, first: bool = False, piece: int | None = None) -> Sample:
+    seconds = case.nbytes * 8 / gbit_s / 1e9
+    return Sample(
+        case,
+        seconds,
+        cpu_s=case.nbytes / 1e9,
+        busy_s=2 * seconds,
+        peak_bytes=5 * MB,
+        first=first,
+        piece=piece,
+    )
+
+
+def test_rows_are_medians_and_ratios_to_the_limit_of_their_link() -> None:
+    found = Found()
+    tcp, plasma = Case("tcp", "cross-node", 109, 1), Case("plasma", "same-node", 109, 1)
+    found.samples = [sample(tcp, rate) for rate in (8, 9, 30)] + [
+        sample(plasma, 20, first=True),
+        sample(plasma, 24),
+    ]
+    found.samples.append(sample(tcp, 99, piece=4))
+    found.iperf["cross-node", 1] = [9, 10, 50]
+    found.iperf["cross-node", 4] = [5, 6, 7]
+    copy_s = 109 * MB * 8 / 50 / 1e9
+    found.copies["same-node", 109] = [(copy_s, 0.01)] * 3
+    results = summary(found, Parameters())
+    rows = {row["case"]: row for row in results["rows"]}
+    over_tcp, over_plasma = rows["cross-node/tcp/109x1"], rows["same-node/plasma/109x1"]
+    assert (over_tcp["gbit_s_p50"], over_tcp["limit_gbit_s"], over_tcp["ratio"]) == (9, 10, 0.9)
+    assert (over_tcp["cpu_s_per_gb"], over_tcp["cores_busy"], over_tcp["peak_mbytes"]) == (1.0, 2.0, 5)
+    assert over_tcp["checksum"] is True
+    assert (over_plasma["limit"], over_plasma["limit_gbit_s"]) == ("two memory copies", 25)
+    assert (over_plasma["gbit_s_first"], over_plasma["gbit_s_p50"], over_plasma["ratio"]) == (20, 22, 0.88)
+    assert rows["cross-node/iperf3/0x1"]["gbit_s_p50"] == 10
+    assert rows["same-node/memory copy/109x1"]["gbit_s_p50"] == 50
+    assert results["pieces"] == [
+        {"transport": "tcp", "link": "cross-node", "piece_mbytes": 4, "gbit_s_p50": 99}
+    ]
+    plot = ElementTree.fromstring(draw(results["rows"]))
+    assert len(plot.findall(".//{*}polyline")) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"links": ("moon",)}, "link: 'moon' is not known; one of same-node"),
+        ({"transports": ("pigeon",)}, "transport: 'pigeon' is not known; one of tcp"),
+        ({"mbytes": (0,)}, "mbytes: must be between 1 and"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(change: dict[str, tuple[object]], message: str) -> None:
+    with pytest.raises(BenchError, match=re.escape(message)):
+        measure(replace(TINY, **change), print)  # type: ignore[arg-type]
+
+
+def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_bench.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1 << 20}))
+    with pytest.raises(BenchError, match=r"needs 3\.5 GiB of free memory, 0\.0 GiB are free"):
+        measure(TINY, print)
+
+
+def test_missing_tools_are_reported_and_the_rest_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A real run on one node; neither namespaces nor iperf3 are there."""
+    monkeypatch.setattr(netns, "missing", lambda: "network namespaces need root")
+    monkeypatch.setattr(kv_bench.shutil, "which", lambda tool: None)
+    run = measure(replace(TINY, links=("same-node", "cross-node")), print)
+    assert run.results["not_measured"] == [
+        {"what": "iperf3", "link": "same-node", "reason": "iperf3 not found: apt-get install iperf3"},
+        {"what": "everything", "link": "cross-node", "reason": "network namespaces need root"},
+    ]
+    rows = {row["case"]: row for row in run.results["rows"]}
+    assert {f"same-node/tcp/{size}x{count}" for size in (1, 3) for count in (1, 2)} < set(rows)
+    assert all(row["gbit_s_p50"] > 0 for row in rows.values())
+    ours, theirs = rows["same-node/tcp/3x2"], rows["same-node/torch.save/3x1"]
+    assert (ours["checksum"], ours["samples"], ours["ratio"]) == (True, 2, None)
+    assert not theirs["checksum"]
+    save(run, tmp_path / "run.json")
+    assert load(tmp_path / "run.json", "bench-kv").results["rows"] == run.results["rows"]
