@@ -265,14 +265,15 @@ def ends_at(
             for end in pair:
                 stack.callback(end.close)
         clients = []
+        environment = dict(ray.environment) if ray else {}
+        if places[0] != places[1]:  # one machine: UCX would read the other namespace's memory, past the link
+            environment["UCX_TLS"] = "tcp"
         for index, (role, blocks) in enumerate(zip(("sender", "receiver"), _blocks(parameters), strict=True)):
             ours, theirs = socket.socketpair()
             inherited = [theirs.fileno(), peers[index].fileno(), sides[index].fileno()]
             address, prefix = places[index]
             argv = ["-c", START_END, role, *map(str, inherited)]
-            running = stack.enter_context(
-                child(role, argv, ray.environment if ray else {}, prefix=prefix, pass_fds=inherited)
-            )
+            running = stack.enter_context(child(role, argv, environment, prefix=prefix, pass_fds=inherited))
             theirs.close()
             commands = stack.enter_context(Connection(ours.detach()))
             client = Client(role, commands, running.check)
