@@ -49,6 +49,8 @@ MEMORY_COPY, IPERF3 = "memory copy", "iperf3"
 IPERF_STREAMS: Final = (1, 2, 4)
 IPERF_S: Final = 1
 FIRST_MBYTES: Final = 109
+WIRE_ONLY: Final = {"UCX_TLS": "tcp"}
+"""UCX reads the memory of any process of the same machine, whatever namespace that is in."""
 START_END: Final = "from experiments.kv_station import main; main()"
 COARSE_S: Final = 0.05
 """The kernel counts the machine's CPU time in hundredths of a second."""
@@ -259,6 +261,7 @@ def ends_at(
             progress(f"{where}: starting {len(nodes)} Ray nodes")
             ray = stack.enter_context(ray_nodes(nodes, OBJECT_STORE))
         progress(f"{where}: starting both ends")
+        environment = {**(ray.environment if ray else {}), **({} if where == SAME_NODE else WIRE_ONLY)}
         key = secrets.token_bytes(32)
         peers, sides = socket.socketpair(), socket.socketpair()
         for pair in (peers, sides):
@@ -377,6 +380,7 @@ def transfer(ends: Ends, case: Case, first: bool = False, piece: int | None = No
     """Measure one case once. Raises RuntimeError if anything does not arrive, or not as it was sent."""
     ray = ends.ray if case.transport in NEEDS_RAY else None
     before = ray.cpu_s() if ray is not None else 0.0
+    crossed = ends.sender("link_bytes") if case.link != SAME_NODE else 0
     busy = _busy_s()
     if case.transport in TRANSPORTS:
         requests = [secrets.token_hex(6) for _ in range(case.concurrency)]
@@ -388,6 +392,10 @@ def transfer(ends: Ends, case: Case, first: bool = False, piece: int | None = No
         ends.sender.call("baseline", case.transport, case.mbytes)
     began, sent, received = _results(ends)
     busy = _busy_s() - busy
+    if case.link != SAME_NODE and (crossed := ends.sender("link_bytes") - crossed) < case.nbytes:
+        raise RuntimeError(
+            f"only {crossed} of {case.nbytes} bytes crossed the link: the others went another way"
+        )
     cpu_s = sent.cpu_s + received.cpu_s
     if ray is not None:
         cpu_s += ray.cpu_s() - before

@@ -29,6 +29,7 @@ from actors.decode import Receiver, Target
 from actors.marks import Marks
 from actors.messages import Delivery
 from actors.prefill import Sender
+from experiments import netns
 from experiments.kv_baselines import Plain, RayWhole, TorchSave, dumps
 from kv.chunk import KVLayout, checksum
 from kv.paged import PagedCache
@@ -157,6 +158,14 @@ class End:
     def take(self, count: int) -> list[int]:
         """Return the next blocks; it goes around, so that they are no longer in the processor's caches."""
         return [next(self._free) for _ in range(count)]
+
+    def link_bytes(self) -> int:
+        """Return how many bytes have left this namespace over its link."""
+        for line in Path("/proc/self/net/dev").read_text("ascii").splitlines():
+            name, _colon, counters = line.partition(":")
+            if name.strip() == netns.DEVICE:
+                return int(counters.split()[8])
+        raise RuntimeError(f"there is no {netns.DEVICE} in here")
 
     def copy_rate(self, mbytes: int) -> tuple[float, float]:
         """Return (seconds for a copy of that size within the cache, seconds for its checksums)."""

@@ -22,6 +22,8 @@ from typing import Final
 
 WAIT_S: Final = 20.0
 """How long a command of the set-up, or a namespace, may take."""
+DEVICE: Final = "eth0"
+"""What the link is called inside of a node."""
 _TOOLS: Final = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _BURST_S: Final = 0.0005
 """How much of a second's bytes a limited link may send at once; but at least two of the kernel's largest
@@ -66,19 +68,19 @@ class Node:
     def limit(self, gbit_s: float | None) -> None:
         """Limit what leaves this node (tbf); None lifts it."""
         if gbit_s is None:
-            _run(*self.prefix, "tc", "qdisc", "delete", "dev", "eth0", "root")
+            _run(*self.prefix, "tc", "qdisc", "delete", "dev", DEVICE, "root")
             return
         burst = max(_LEAST_BURST, int(gbit_s * 1e9 / 8 * _BURST_S))
         limited = ("tbf", "rate", f"{gbit_s * 1e3:.0f}mbit", "burst", f"{burst}b", "latency", _QUEUE)
-        _run(*self.prefix, "tc", "qdisc", "replace", "dev", "eth0", "root", *limited)
+        _run(*self.prefix, "tc", "qdisc", "replace", "dev", DEVICE, "root", *limited)
 
     def cut(self) -> None:
         """Take this node's end of its link down: nothing leaves, nothing arrives, nobody is told."""
-        _run(*self.prefix, "ip", "link", "set", "eth0", "down")
+        _run(*self.prefix, "ip", "link", "set", DEVICE, "down")
 
     def mend(self) -> None:
         """Bring it up again."""
-        _run(*self.prefix, "ip", "link", "set", "eth0", "up")
+        _run(*self.prefix, "ip", "link", "set", DEVICE, "up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def network(nodes: int = 2, *, attach_host: bool = False) -> Iterator[Network]:
         for index in range(nodes):
             pid = stack.enter_context(_namespace())
             node = Node(index, f"{net}.{index + 2}", _prefix(pid))
-            _plug("eth0", f"{node.address}/24", pid, node.prefix, switch, f"port{index}")
+            _plug(DEVICE, f"{node.address}/24", pid, node.prefix, switch, f"port{index}")
             _run(*node.prefix, "ip", "link", "set", "lo", "up")
             made.append(node)
         host = None
