@@ -95,7 +95,7 @@ def child(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=pass_fds,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         try:
             yield Child(name, process, marker, log, folder)
@@ -116,6 +116,6 @@ def _end(process: subprocess.Popen[bytes], marker: str) -> None:
     process.wait(GRACE_S)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Runs in a child between fork and exec."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
