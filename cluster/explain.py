@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -52,7 +53,14 @@ def _model_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseMod
     position: Any = model
     for part in path:
         if isinstance(position, type) and issubclass(position, BaseModel):
-            position = position.model_fields[str(part)].annotation
+            position = _given(position.model_fields[str(part)].annotation)
         elif get_origin(position) is not None and issubclass(get_origin(position), Mapping):
             position = get_args(position)[1]
     return position if isinstance(position, type) and issubclass(position, BaseModel) else model
+
+
+def _given(annotation: Any) -> Any:
+    """What `annotation` is when it is not None: `S3 | None` becomes `S3`."""
+    if get_origin(annotation) is UnionType:
+        return next((option for option in get_args(annotation) if option is not NoneType), annotation)
+    return annotation

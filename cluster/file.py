@@ -22,6 +22,10 @@ NAME_PATTERN: Final = r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$"
 _WORD = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
 LABEL_KEY_PATTERN: Final = rf"^([a-z0-9][a-z0-9.-]{{0,251}}/)?{_WORD}$"
 LABEL_VALUE_PATTERN: Final = rf"^({_WORD})?$"
+BUCKET_PATTERN: Final = r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$"
+PREFIX_PATTERN: Final = r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*$"
+ENDPOINT_PATTERN: Final = r"^[A-Za-z0-9.-]+(:[0-9]{1,5})?$"
+ROLE_PATTERN: Final = r"^arn:[a-z-]+:iam::[0-9]{12}:role/.+$"
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 LabelKey = Annotated[str, Field(pattern=LABEL_KEY_PATTERN)]
@@ -112,6 +116,32 @@ class Workers(_Model):
         yield "decode", self.decode
 
 
+class S3(_Model):
+    """A bucket that KV goes through when the direct path is down, and where it is kept for later.
+
+    There is no key for a secret: credentials come from the environment of the nodes, or their machine's role.
+
+    bucket: it must exist. prefix: clusters that share one share their KV.
+    endpoint: host:port, if not AWS. scheme: https or http. ca_file: path of certificates to trust.
+    role_arn: role to assume, with the external_id that its owner may ask for.
+    expiry_s: objects older than this are deleted. size_limit: above it the oldest blocks are deleted.
+    timeout_s: deadline of uploads. connections: requests at once, per worker and direction.
+    """
+
+    bucket: Annotated[str, Field(pattern=BUCKET_PATTERN)]
+    prefix: Annotated[str, Field(pattern=PREFIX_PATTERN)] = "handoff"
+    region: Annotated[str, Field(min_length=1)] = "us-east-1"
+    endpoint: Annotated[str, Field(pattern=ENDPOINT_PATTERN)] | None = None
+    scheme: Literal["https", "http"] = "https"
+    ca_file: str | None = None
+    role_arn: Annotated[str, Field(pattern=ROLE_PATTERN)] | None = None
+    external_id: str | None = None
+    expiry_s: Annotated[float, Field(gt=0)] = 86400
+    size_limit: Size = 64 * 2**30
+    timeout_s: Annotated[float, Field(gt=0)] = 30
+    connections: Annotated[int, Field(ge=1, le=64)] = 8
+
+
 @dataclass(frozen=True)
 class Node:
     """One node of the file: its name (`GROUP-INDEX`), its group's name and settings."""
@@ -125,7 +155,8 @@ class ClusterFile(_Model):
     """A consistent cluster file: every role that workers ask for is offered, and named nodes exist.
 
     model: a local path (absolute once loaded) or a hub id. engine: vLLM arguments, passed on unchanged.
-    transport: how KV moves from prefill to decode workers: directly (tcp, nixl), or through Ray (plasma).
+    transport: Literal["tcp", "plasma", "nixl"] = "tcp"
+    s3: S3 | None = None
     """
 
     name: Name = "handoff"
@@ -133,6 +164,7 @@ class ClusterFile(_Model):
     served_model_name: str | None = None
     engine: Mapping[str, Any] = {}
     transport: Literal["tcp", "plasma", "nixl"] = "tcp"
+    s3: S3 | None = None
     gateway: Gateway = Gateway()
     nodes: Annotated[Mapping[Name, NodeGroup], Field(min_length=1)]
     workers: Workers = Workers()

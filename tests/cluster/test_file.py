@@ -1,13 +1,15 @@
 """The cluster file: what is accepted, and what the messages say about what is not."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from cluster.errors import ClusterFileError
-from cluster.file import ClusterFile, load
+from cluster.file import S3, ClusterFile, load
 from cluster.sizes import parse, show
+from kv.bucket import S3Settings
 
 MINIMAL = """
 model: some/model
@@ -17,6 +19,7 @@ nodes:
 engine: {max_model_len: 128, seed: 1}
 workers:
   decode: {count: 2, node: b-0, engine: {seed: 2}}
+s3: {bucket: kv-cache, endpoint: "minio.lan:9000", scheme: http, expiry_s: 3600, size_limit: 10GiB}
 """
 
 
@@ -70,6 +73,16 @@ def test_model_paths_are_relative_to_the_file_where_they_exist(tmp_path: Path) -
     assert read(tmp_path, text.replace("./weights", "org/name")).model == "org/name"
 
 
+def test_a_bucket_is_optional_and_given_to_the_workers_as_it_is(tmp_path: Path) -> None:
+    s3 = read(tmp_path, MINIMAL).s3
+    assert s3 is not None
+    assert (s3.bucket, s3.expiry_s, s3.size_limit) == ("kv-cache", 3600, 10 * 2**30)
+    settings = S3Settings(**s3.model_dump())
+    assert settings.endpoint == "minio.lan:9000"
+    assert S3(bucket="abc").model_dump() == asdict(S3Settings("abc"))  # the same keys and defaults
+    assert read(tmp_path, "model: m\nnodes: {a: {role: both}}").s3 is None
+
+
 def test_a_loaded_file_cannot_be_changed(tmp_path: Path) -> None:
     file = read(tmp_path, MINIMAL)
     with pytest.raises(ValidationError, match="frozen"):
@@ -97,6 +110,17 @@ def test_the_example_is_valid() -> None:
         (("slots: 3", "resources: {at:x: 1}"), ["nodes.a.resources", "'at:x' is set by handoff or Ray"]),
         (("zone: x", "ray.io/zone: x"), ["nodes.a.labels", "'ray.io/zone' is set by handoff or Ray"]),
         (("zone: x", "zone: a/b"), ["nodes.a.labels.zone: 'a/b' is not valid"]),
+        (("bucket: kv-cache", "bukket: kv-cache"), ["s3.bukket: unknown key", "did you mean 'bucket'?"]),
+        (("bucket: kv-cache, ", ""), ["s3.bucket: missing"]),
+        (("bucket: kv-cache", "bucket: KV"), ["s3.bucket: 'KV' is not valid"]),
+        (("scheme: http", "secret_key: x"), ["s3.secret_key: unknown key"]),
+        (
+            ('"minio.lan:9000"', "http://minio.lan:9000"),
+            ["s3.endpoint: 'http://minio.lan:9000' is not valid"],
+        ),
+        (("scheme: http", "scheme: ftp"), ["s3.scheme: 'ftp' is not valid", "'https' or 'http'"]),
+        (("expiry_s: 3600", "expiry_s: 0"), ["s3.expiry_s: 0 is not valid"]),
+        (("expiry_s: 3600", "role_arn: me"), ["s3.role_arn: 'me' is not valid", "arn:"]),
         (("role: both", "role: prefill"), ["workers.decode asks for 2 worker(s)", "no node group offers"]),
     ],
 )
