@@ -124,7 +124,7 @@ class S3(_Model):
     bucket: it must exist. prefix: clusters that share one share their KV.
     endpoint: host:port, if not AWS. scheme: https or http. ca_file: path of certificates to trust.
     role_arn: role to assume, with the external_id that its owner may ask for.
-    expiry_s: objects older than this are deleted. size_limit: above it the oldest blocks are deleted.
+    expiry_s: objects older than this are deleted. size_limit: above it the oldest are deleted.
     timeout_s: deadline of uploads. connections: requests at once, per worker and direction.
     """
 

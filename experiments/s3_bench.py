@@ -2,7 +2,7 @@
 
 The plain client is the same library without anything of ours: ranged reads on several
 connections into one piece of memory, nothing checked. Ours goes into scattered blocks and
-verifies every checksum.
+verifies every checksum, in chunks of a page each (`kv/tier.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from pyarrow import fs
 
 from kv.bucket import Bucket, S3Settings
 from kv.chunk import ChunkHeader, KVLayout, Run, checksum
+from kv.paged import PagedCache
 from kv.s3 import S3Transport
 from kv.tier import KVTier
 
 MB: Final = 1 << 20
 LAYERS: Final = 32
 BLOCK_BYTES: Final = 64 << 10
+BLOCK_TOKENS: Final = 16
 BLOCK_MB: Final = LAYERS * BLOCK_BYTES // MB
 PLAIN: Final = {
     "plain 2x8": (2, 8 * MB),
@@ -34,6 +36,8 @@ PLAIN: Final = {
     "plain 4x16": (4, 16 * MB),
 }
 """Connections and bytes per request; the best of them is the limit."""
+FETCHERS: Final = 4
+"""Chunks that are fetched at once."""
 WAIT_S: Final = 60.0
 
 
@@ -56,37 +60,34 @@ def rates(settings: S3Settings, mbytes: int, rounds: int) -> list[Rate]:
     """Store so many megabytes, read them in every way in turns, and delete them."""
     blocks = max(1, mbytes // BLOCK_MB)
     nbytes = blocks * LAYERS * BLOCK_BYTES
-    source = np.frombuffer(np.random.default_rng(0).bytes(nbytes), np.uint8).reshape(LAYERS, blocks, -1)
-    target = np.ones((LAYERS, blocks, BLOCK_BYTES), np.uint8)
-    order = np.random.default_rng(1).permutation(blocks)
+    memory = np.frombuffer(np.random.default_rng(0).bytes(nbytes), np.uint8).reshape(LAYERS, blocks, -1)
+    source = PagedCache(list(memory), BLOCK_TOKENS)
+    target = PagedCache(list(np.ones_like(memory)), BLOCK_TOKENS)
+    # Blocks of a cache that has been in use for a while lie anywhere.
+    order: list[int] = np.random.default_rng(1).permutation(blocks).tolist()
     flat = np.ones(nbytes, np.uint8)
-    layout = KVLayout("bench", "torch.bfloat16", LAYERS, 16, BLOCK_BYTES, "bench")
-
-    def runs(memory: Run) -> list[Run]:
-        return [layer[block] for layer in memory for block in order]
-
+    layout = KVLayout("bench", "torch.bfloat16", LAYERS, BLOCK_TOKENS, BLOCK_BYTES, "bench")
     with closing(Bucket(settings)) as bucket, closing(S3Transport(bucket)) as transport:
         tier = KVTier(bucket, layout)
-        keys = tier.keys(range(blocks * 16))
-        per_block = [[source[layer, block] for layer in range(LAYERS)] for block in order]
-        into = [[target[layer, block] for layer in range(LAYERS)] for block in order]
-        tier.put(keys, per_block, 10 * WAIT_S)
-        sent = runs(source)
-        ticket = transport.publish(sent, lambda: None)
-        header = ChunkHeader("bench", layout, 0, (0, 1), (0, LAYERS), tuple(map(checksum, sent)), nbytes)
-
-        def ours() -> None:
-            arrived = runs(target)
-            transport.fetch(ticket, arrived, WAIT_S)
-            header.verify(arrived)
-
-        ways: dict[str, Callable[[], None]] = {
-            "transport": ours,
+        keys = tier.keys(range(blocks * BLOCK_TOKENS))
+        size = tier.page_blocks
+        parts = [order[start : start + size] for start in range(0, blocks, size)]
+        tier.put(keys, [source.runs(part) for part in parts[: len(keys)]], 10 * WAIT_S)
+        into = [target.runs(part) for part in parts[: len(keys)]]
+        whole = transport.publish([memory.reshape(-1)], _nothing)
+        chunks = [_chunk(transport, layout, source.runs(part), target.runs(part)) for part in parts]
+        pool = ThreadPoolExecutor(FETCHERS)
+        ways: dict[str, Callable[[], object]] = {
+            "transport": lambda: [*pool.map(lambda fetch: fetch(), chunks)],
             "tier": lambda: tier.load(keys, into, WAIT_S),
         }
-        path = f"{settings.bucket}/{settings.prefix}/{ticket.name}"
+        path = f"{settings.bucket}/{settings.prefix}/{whole.name}"
         clients = {way: _Plain(settings, path, *PLAIN[way]) for way in PLAIN}
-        ways |= {way: lambda client=client: client.read(flat) for way, client in clients.items()}  # type: ignore[misc]
+        plain: dict[str, Callable[[], object]] = {
+            way: lambda client=client: client.read(flat) for way, client in clients.items()
+        }
+        ways |= plain
+        moved = dict.fromkeys(ways, nbytes) | {"tier": len(keys) * tier.page_nbytes}
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for turn in range(rounds + 1):
             for way, read in ways.items():
@@ -97,17 +98,35 @@ def rates(settings: S3Settings, mbytes: int, rounds: int) -> list[Rate]:
                     found[way].append(took)
         for client in clients.values():
             client.close()
+        pool.shutdown()
         for key in keys:
             bucket.delete(tier.name(key))
     return [
         Rate(
             way,
             blocks * BLOCK_MB,
-            tuple(nbytes / seconds / 1e9 for seconds, _ in took),
-            median(cpu / nbytes * 1e9 for _, cpu in took),
+            tuple(moved[way] / seconds / 1e9 for seconds, _ in took),
+            median(cpu / moved[way] * 1e9 for _, cpu in took),
         )
         for way, took in found.items()
     ]
+
+
+def _chunk(transport: S3Transport, layout: KVLayout, sent: list[Run], into: list[Run]) -> Callable[[], None]:
+    """Publish a chunk; return what fetches and verifies it."""
+    ticket = transport.publish(sent, _nothing)
+    nbytes = sum(run.nbytes for run in sent)
+    header = ChunkHeader("bench", layout, 0, (0, 1), (0, LAYERS), tuple(map(checksum, sent)), nbytes)
+
+    def fetch() -> None:
+        transport.fetch(ticket, into, WAIT_S)
+        header.verify(into)
+
+    return fetch
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Plain:

@@ -1,7 +1,7 @@
-"""Write-behind: blocks go to the tier after the engine has been given them back.
+"""Write-behind: pages go to the tier after the engine has been given them back.
 
 `put` copies into memory that was taken at the start and returns at once; a thread uploads.
-The tier is a cache: when uploads cannot keep up, or the store is down, blocks are dropped
+The tier is a cache: when uploads cannot keep up, or the store is down, pages are dropped
 and counted, and nobody waits.
 """
 
@@ -30,7 +30,7 @@ COMPLAIN_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What became of the blocks that were put.
+    """What became of the pages that were put.
 
     Attributes:
         stored: in the tier, some of them before.
@@ -47,20 +47,20 @@ class Counts:
 
 
 class WriteBehind:
-    """Uploads blocks to a tier in the background. Thread-safe.
+    """Uploads pages to a tier in the background. Thread-safe.
 
     Args:
         tier: where they go; it stays the caller's.
-        capacity: bytes of memory for blocks that wait; at least one block's worth is taken.
-        timeout_s: deadline of one upload of some blocks.
+        capacity: bytes of memory for pages that wait; at least one page's worth is taken.
+        timeout_s: deadline of one upload of some pages.
 
     """
 
     def __init__(self, tier: KVTier, capacity: int, timeout_s: float) -> None:
         self._tier, self._timeout_s = tier, timeout_s
-        slots = max(1, capacity // tier.block_nbytes)
+        slots = max(1, capacity // tier.page_nbytes)
         # Zeroed by hand: memory that the system has not handed out yet is slow to copy into.
-        self._memory = np.empty((slots, tier.layout.layers, tier.layout.block_bytes), np.uint8)
+        self._memory = np.empty((slots, tier.runs, tier.layout.block_bytes), np.uint8)
         self._memory[:] = 0
         self._free = list(range(slots))
         self._waiting: deque[tuple[bytes, int]] = deque()
@@ -72,9 +72,9 @@ class WriteBehind:
         self._thread = threading.Thread(target=self._run, name="kv-s3-behind", daemon=True)
         self._thread.start()
 
-    def put(self, keys: Sequence[bytes], blocks: Sequence[Sequence[Run]]) -> None:
-        """Take blocks, for each its runs, one per layer. They are the caller's again when this returns."""
-        for key, runs in zip(keys, blocks, strict=True):
+    def put(self, keys: Sequence[bytes], pages: Sequence[Sequence[Run]]) -> None:
+        """Take pages, as ``KVTier.put`` does. They are the caller's again when this returns."""
+        for key, runs in zip(keys, pages, strict=True):
             if self._tier.seen_lately(key):
                 continue
             with self._changed:
@@ -85,24 +85,24 @@ class WriteBehind:
                     continue
                 slot = self._free.pop()
                 self._held.add(key)
-            for layer, run in zip(self._memory[slot], runs, strict=True):
-                layer[:] = run
+            for room, run in zip(self._memory[slot], runs, strict=True):
+                room[:] = run
             with self._changed:
                 self._waiting.append((key, slot))
                 self._changed.notify_all()
 
     def counts(self) -> Counts:
-        """Return what became of the blocks so far."""
+        """Return what became of the pages so far."""
         with self._changed:
             return Counts(self._stored, self._dropped, self._failed, len(self._held))
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until no block waits any more; return whether that is so within ``timeout_s``."""
+        """Wait until no page waits any more; return whether that is so within ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._held, timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Take no more blocks; those that wait are given some seconds."""
+        """Take no more pages; those that wait are given some seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -121,18 +121,18 @@ class WriteBehind:
                 self._changed.notify_all()
 
     def _next(self) -> list[tuple[bytes, int]]:
-        """Wait for blocks; return some, or none at the end."""
+        """Wait for pages; return some, or none at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
 
     def _upload(self, batch: list[tuple[bytes, int]]) -> bool:
         try:
-            blocks = [list(self._memory[slot]) for _, slot in batch]
-            self._tier.put([key for key, _ in batch], blocks, self._timeout_s)
+            pages = [list(self._memory[slot]) for _, slot in batch]
+            self._tier.put([key for key, _ in batch], pages, self._timeout_s)
         except TransferError as error:
             if time.monotonic() - self._complained >= COMPLAIN_S:
                 self._complained = time.monotonic()
-                logger.warning("KV blocks are not kept for later: %s", error)
+                logger.warning("KV is not kept for later: %s", error)
             return False
         return True

@@ -52,7 +52,7 @@ class S3Settings:
         role_arn: a role to assume with the credentials that were found; None: none.
         external_id: condition that the role's owner may have set.
         expiry_s: objects older than this are deleted by the sweeper.
-        size_limit: bytes of stored blocks above which the sweeper deletes the oldest.
+        size_limit: bytes of stored pages above which the sweeper deletes the oldest.
         timeout_s: deadline of uploads and deletions, which have none from their caller.
         connections: requests at once, for reading and again for writing.
 

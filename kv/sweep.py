@@ -1,7 +1,7 @@
-"""The sweeper: deletes what has expired, and the oldest blocks when there are too many bytes.
+"""The sweeper: deletes what has expired, and the oldest pages when there are too many bytes.
 
 One for each prefix is enough. Several do no harm: each decides by what it sees, and an object
-that is gone already needs no deleting. A block that is swept while somebody loads it is a miss.
+that is gone already needs no deleting. A page that is swept while somebody loads it is a miss.
 Ages are by the server's own clock, read from a mark that each sweep writes.
 """
 
@@ -19,7 +19,7 @@ from typing import Final
 from kv.bucket import Bucket, Gate, Stored
 from kv.chunk import Run
 from kv.errors import TransferError, TransferTimeout
-from kv.tier import BLOCKS
+from kv.tier import PAGES
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ class Swept:
 
 
 def doomed(objects: Iterable[Stored], now: float, expiry_s: float, size_limit: int) -> list[Stored]:
-    """Return what is to be deleted: what is older than ``expiry_s``, then the oldest blocks above the limit.
+    """Return what is to be deleted: what is older than ``expiry_s``, then the oldest pages above the limit.
 
-    Payloads on their way count, but only blocks are deleted for room.
+    Payloads on their way count, but only pages are deleted for room.
     """
     by_age = sorted(objects, key=lambda stored: (stored.modified, stored.name))
     gone = [stored for stored in by_age if now - stored.modified > expiry_s]
@@ -52,7 +52,7 @@ def doomed(objects: Iterable[Stored], now: float, expiry_s: float, size_limit: i
     for stored in kept:
         if above <= 0:
             break
-        if stored.name.startswith(BLOCKS):
+        if stored.name.startswith(PAGES):
             gone.append(stored)
             above -= stored.nbytes
     return gone

@@ -1,14 +1,16 @@
-"""KV that outlives requests and workers: whole blocks in a bucket, found by what they mean.
+"""KV that outlives requests and workers: pages of whole blocks in a bucket, found by what they mean.
 
-A block's key is a hash of everything that its content depends on: the layout (model, dtype,
+A page is some consecutive blocks, all layers, in one object: as many as make a few megabytes,
+because smaller objects are read much slower (docs/s3.md).
+
+A page's key is a hash of everything that its content depends on: the layout (model, dtype,
 memory order) and all tokens up to its end, as a chain in which each key covers its parent's.
 So equal prefixes have equal keys, whoever computed them, and are stored once. The hash is
 BLAKE2b with 256 bits: somebody who chooses prompts cannot make two that collide.
 
-One object holds one block, all layers: what prompts share ends at any block, and larger
-objects are not read measurably faster (docs/s3.md). It begins with a header, little-endian:
-magic, version, runs, bytes per run, tokens, layout digest, key, XXH3-64 of each run, XXH3-64
-of the header. It detects corruption; it does not authenticate: who may write to the bucket is trusted.
+An object begins with a header, little-endian: magic, version, runs, bytes per run, tokens,
+layout digest, key, XXH3-64 of each run, XXH3-64 of the header. It detects corruption; it does
+not authenticate: who may write to the bucket is trusted.
 """
 
 from __future__ import annotations
@@ -30,16 +32,18 @@ import numpy as np
 from kv.bucket import Bucket, Gate
 from kv.chunk import KVLayout, Run, checksum, require_sizes
 from kv.errors import ChunkCorrupt
-from kv.s3 import scatter
 
 logger = logging.getLogger(__name__)
 
-BLOCKS: Final = "blocks/"
+PAGES: Final = "pages/"
 MAGIC: Final = b"HANDOFKV"
 VERSION: Final = 1
 FIXED: Final = struct.Struct("<8sIIQI32s32s")
+PAGE_BYTES: Final = 8 << 20
+PAGE_TOKENS: Final = 512
+"""A page is about so large, unless it would hold more tokens than this."""
 KNOWN_S: Final = 60.0
-"""For so long a block that was seen in the store is not looked for again before a put."""
+"""For so long a page that was seen in the store is not looked for again before a put."""
 KNOWN_KEYS: Final = 1 << 16
 
 
@@ -48,17 +52,24 @@ def layout_digest(layout: KVLayout) -> bytes:
     return _hash(json.dumps(dataclasses.asdict(layout), sort_keys=True).encode())
 
 
-def block_keys(layout: KVLayout, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
-    """Return the keys of the full blocks that these tokens fill, from token 0 on.
+def blocks_per_page(layout: KVLayout) -> int:
+    """Return how many blocks one object holds; part of what a key means."""
+    large_enough = -(-PAGE_BYTES // (layout.layers * layout.block_bytes))
+    return max(1, min(large_enough, PAGE_TOKENS // layout.block_size))
+
+
+def page_keys(layout: KVLayout, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
+    """Return the keys of the full pages that these tokens fill, from token 0 on.
 
     ``salt`` is whatever else the content depends on, or what must not be shared: an adapter, the
     digests of images, a tenant, the rank where several share a layout.
     """
-    parent = _hash(layout_digest(layout), salt)
+    size = blocks_per_page(layout) * layout.block_size
+    parent = _hash(layout_digest(layout), size.to_bytes(4, "little"), salt)
     ids = np.asarray(tokens, np.dtype("<u4"))
     keys = []
-    for start in range(0, len(ids) - layout.block_size + 1, layout.block_size):
-        parent = _hash(parent, ids[start : start + layout.block_size].tobytes())
+    for start in range(0, len(ids) - size + 1, size):
+        parent = _hash(parent, ids[start : start + size].tobytes())
         keys.append(parent)
     return keys
 
@@ -68,7 +79,7 @@ def _hash(*parts: bytes) -> bytes:
 
 
 class KVTier:
-    """Blocks of one layout in a bucket. Thread-safe; the bucket stays the caller's to close."""
+    """Pages of one layout in a bucket. Thread-safe; the bucket stays the caller's to close."""
 
     def __init__(self, bucket: Bucket, layout: KVLayout) -> None:
         self._bucket = bucket
@@ -76,55 +87,62 @@ class KVTier:
         self._digest = layout_digest(layout)
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
-        self._head = FIXED.size + 8 * layout.layers + 8
-        self.block_nbytes = layout.layers * layout.block_bytes
-        """Bytes of KV in one block, all layers."""
+        self.page_blocks = blocks_per_page(layout)
+        """Blocks in one page."""
+        self.page_tokens = self.page_blocks * layout.block_size
+        """Tokens in one page."""
+        self.runs = layout.layers * self.page_blocks
+        """Runs in one page: layer by layer, block by block within a layer."""
+        self._head = FIXED.size + 8 * self.runs + 8
+        self.page_nbytes = self.runs * layout.block_bytes
+        """Bytes of KV in one page, all layers."""
 
     def keys(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
-        """See ``block_keys``."""
-        return block_keys(self.layout, tokens, salt)
+        """See ``page_keys``."""
+        return page_keys(self.layout, tokens, salt)
 
     def has(self, keys: Sequence[bytes], timeout_s: float) -> int:
         """Return how many of the keys, counted from the first, are stored without a gap.
 
-        Stored now: a sweeper may delete a block before it is loaded.
+        Stored now: a sweeper may delete a page before it is loaded.
         """
         deadline = time.monotonic() + timeout_s
         width = self._bucket.settings.connections
         for start in range(0, len(keys), width):
             some = keys[start : start + width]
             tasks = [partial(self._find, key) for key in some]
-            found = self._bucket.read(tasks, deadline - time.monotonic(), f"search for {len(keys)} blocks")
+            found = self._bucket.read(tasks, deadline - time.monotonic(), f"search for {len(keys)} pages")
             if not all(found):
                 return start + found.index(False)
         return len(keys)
 
-    def put(self, keys: Sequence[bytes], blocks: Sequence[Sequence[Run]], timeout_s: float) -> int:
-        """Store blocks that are not stored yet, or will soon expire; return how many were written.
+    def put(self, keys: Sequence[bytes], pages: Sequence[Sequence[Run]], timeout_s: float) -> int:
+        """Store pages that are not stored yet, or will soon expire; return how many were written.
 
         Args:
-            keys: one for each block.
-            blocks: for each its runs, one per layer; left alone by the caller until this returns.
+            keys: one for each page.
+            pages: for each its runs, as ``PagedCache.runs`` gives them for its blocks; left alone by the
+                caller until this returns.
             timeout_s: deadline for all of them.
 
         Raises:
             TransferError: some may be stored and some not; none is stored in part.
 
         """
-        for key, runs in zip(keys, blocks, strict=True):
+        for key, runs in zip(keys, pages, strict=True):
             require_sizes(key.hex(), self._sizes(), runs)
         tasks = [
             partial(self._put, key, runs)
-            for key, runs in zip(keys, blocks, strict=True)
+            for key, runs in zip(keys, pages, strict=True)
             if not self.seen_lately(key)
         ]
-        return sum(self._bucket.write(tasks, timeout_s, f"upload of {len(tasks)} blocks"))
+        return sum(self._bucket.write(tasks, timeout_s, f"upload of {len(tasks)} pages"))
 
     def load(self, keys: Sequence[bytes], into: Sequence[Sequence[Run]], timeout_s: float) -> None:
-        """Fill ``into``, for each key its runs, one per layer, with what is stored under the keys.
+        """Fill ``into``, for each key its runs as in ``put``, with what is stored under the keys.
 
         Raises:
-            PeerLost: a block is not there, or the store cannot be reached.
+            PeerLost: a page is not there, or the store cannot be reached.
             ChunkCorrupt: what is stored is not what the key promises. It is deleted, to be stored again.
             TransferTimeout: not all came within ``timeout_s``.
             After an error the content of ``into`` is undefined, and nothing writes to it any more.
@@ -133,16 +151,16 @@ class KVTier:
         for key, runs in zip(keys, into, strict=True):
             require_sizes(key.hex(), self._sizes(), runs)
         tasks = [partial(self._load, key, runs) for key, runs in zip(keys, into, strict=True)]
-        self._bucket.read(tasks, timeout_s, f"download of {len(keys)} blocks")
+        self._bucket.read(tasks, timeout_s, f"download of {len(keys)} pages")
 
     def name(self, key: bytes) -> str:
-        """Return the name of a block's object."""
-        return f"{BLOCKS}{self._digest[:8].hex()}/{key.hex()}"
+        """Return the name of a page's object."""
+        return f"{PAGES}{self._digest[:8].hex()}/{key.hex()}"
 
-    # -- one block ------------------------------------------------------------------------------------
+    # -- one page -------------------------------------------------------------------------------------
 
     def _sizes(self) -> list[int]:
-        return [self.layout.block_bytes] * self.layout.layers
+        return [self.layout.block_bytes] * self.runs
 
     def _find(self, key: bytes, _: Gate) -> bool:
         return self._bucket.find(self.name(key)) is not None
@@ -161,29 +179,26 @@ class KVTier:
             return
         file = self._bucket.open(self.name(key))
         try:
-            file.require_size(self._head + self.block_nbytes)
+            file.require_size(self._head + self.page_nbytes)
             arrived = file.into(0, self._bucket.memory(file.nbytes))
-            self._verify(key, arrived)
+            checksums = self._verified_header(key, arrived[: self._head])
+            with gate.inside():
+                self._copy(key, checksums, arrived[self._head :], into)
         except ChunkCorrupt as error:
-            logger.error("a stored block is deleted: %s", error)
+            logger.error("a stored page is deleted: %s", error)
             self._forget(key)
             self._bucket.later(partial(self._bucket.delete, self.name(key)))
             raise
-        with gate.inside():
-            scatter(arrived[self._head :], into)
 
     def _header(self, key: bytes, runs: Sequence[Run]) -> Run:
         layout = self.layout
-        fixed = FIXED.pack(
-            MAGIC, VERSION, layout.layers, layout.block_bytes, layout.block_size, self._digest, key
-        )
+        fixed = FIXED.pack(MAGIC, VERSION, self.runs, layout.block_bytes, self.page_tokens, self._digest, key)
         head = fixed + struct.pack(f"<{len(runs)}Q", *(checksum(run) for run in runs))
         return np.frombuffer(head + checksum(np.frombuffer(head, np.uint8)).to_bytes(8, "little"), np.uint8)
 
-    def _verify(self, key: bytes, arrived: Run) -> None:
-        """Raise ``ChunkCorrupt`` unless this is the block of that key, bit by bit."""
-        name = f"block {key.hex()}"
-        head = arrived[: self._head]
+    def _verified_header(self, key: bytes, head: Run) -> tuple[int, ...]:
+        """Return the runs' checksums. Raises ``ChunkCorrupt`` unless it is the header of that key's page."""
+        name = f"page {key.hex()}"
         found = checksum(head[:-8])
         if (promised := int.from_bytes(head[-8:].tobytes(), "little")) != found:
             raise ChunkCorrupt(name, "checksum of the header", f"{promised:016x}", f"{found:016x}")
@@ -196,17 +211,21 @@ class KVTier:
         ):
             if seen != expected:
                 raise ChunkCorrupt(name, field, expected, seen)
-        checksums = struct.unpack_from(f"<{self.layout.layers}Q", head.tobytes(), FIXED.size)
-        for layer, run in enumerate(np.split(arrived[self._head :], self.layout.layers)):
-            if (found := checksum(run)) != checksums[layer]:
-                raise ChunkCorrupt(
-                    name, f"checksum of layer {layer}", f"{checksums[layer]:016x}", f"{found:016x}"
-                )
+        return struct.unpack_from(f"<{self.runs}Q", head.tobytes(), FIXED.size)
+
+    def _copy(self, key: bytes, checksums: Sequence[int], arrived: Run, into: Sequence[Run]) -> None:
+        """Copy run by run what has the right checksum; each is still in the processor's cache then."""
+        sources = arrived.reshape(self.runs, self.layout.block_bytes)
+        for i, (source, promised, target) in enumerate(zip(sources, checksums, into, strict=True)):
+            if (found := checksum(source)) != promised:
+                name = f"page {key.hex()}"
+                raise ChunkCorrupt(name, f"checksum of run {i}", f"{promised:016x}", f"{found:016x}")
+            target[:] = source
 
     # -- what was seen in the store ---------------------------------------------------------------------
 
     def seen_lately(self, key: bytes) -> bool:
-        """Return whether a put would take the block for stored without looking."""
+        """Return whether a put would take the page for stored without looking."""
         with self._lock:
             return time.monotonic() - self._known.get(key, -KNOWN_S) < KNOWN_S
 
