@@ -7,6 +7,7 @@ verifies every checksum, in chunks of a page each (`kv/tier.py`).
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ from typing import Final
 import numpy as np
 from pyarrow import fs
 
+from experiments import netns
+from experiments.s3_server import S3Server, s3_server
 from kv.bucket import Bucket, S3Settings
 from kv.chunk import ChunkHeader, KVLayout, Run, checksum
 from kv.paged import PagedCache
@@ -36,6 +39,7 @@ PLAIN: Final = {
     "plain 4x16": (4, 16 * MB),
 }
 """Connections and bytes per request; the best of them is the limit."""
+ROUNDS: Final = 7
 FETCHERS: Final = 4
 """Chunks that are fetched at once."""
 WAIT_S: Final = 60.0
@@ -129,6 +133,34 @@ def _nothing() -> None:
     pass
 
 
+def main() -> None:
+    """Print the rates for the given megabytes, on this machine and over limited links."""
+    sizes = [int(argument) for argument in sys.argv[1:]] or [16, 109]
+    with s3_server() as server:
+        _show("unlimited", server, sizes)
+    if (reason := netns.missing()) is not None:
+        print(f"limited links are not measured: {reason}")
+        return
+    with netns.network(1, attach_host=True) as network:
+        (node,) = network.nodes
+        with s3_server(host=node.address, prefix=node.prefix) as server:
+            for gbit_s in (10.0, 1.0):
+                node.limit(gbit_s)
+                _show(f"{gbit_s:g} Gbit/s", server, sizes)
+
+
+def _show(link: str, server: S3Server, sizes: Sequence[int]) -> None:
+    for mbytes in sizes:
+        found = rates(server.settings, mbytes, ROUNDS)
+        limit = max(rate.p50 for rate in found if rate.way in PLAIN)
+        for rate in found:
+            print(
+                f"{link:>10} {server.kind} {rate.mbytes:4d} MB {rate.way:10} {rate.p50 * 8:6.2f} Gbit/s "
+                f"ratio {rate.p50 / limit:.2f} CPU s/GB {rate.cpu_s_per_gb:.2f}",
+                flush=True,
+            )
+
+
 class _Plain:
     """A plain client."""
 
@@ -156,3 +188,7 @@ class _Plain:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+if __name__ == "__main__":
+    main()

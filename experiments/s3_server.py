@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,8 +102,12 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def s3_server(kind: str | None = None) -> Iterator[S3Server]:
+def s3_server(
+    kind: str | None = None, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+) -> Iterator[S3Server]:
     """Run a server with one bucket for the length of the block; credentials are in the environment meanwhile.
+
+    A server of ours listens on ``host``; ``prefix`` comes before its command line (``experiments/netns.py``).
 
     Raises ``ChildError`` if no server, or none of that kind, can be had.
     """
@@ -116,12 +120,12 @@ def s3_server(kind: str | None = None) -> Iterator[S3Server]:
         "AWS_EC2_METADATA_DISABLED": "true",
     }
     with tempfile.TemporaryDirectory(prefix="handoff-s3-") as temporary:
-        address, folder = f"127.0.0.1:{_free_port()}", Path(temporary)
+        address, folder = f"{host}:{_free_port()}", Path(temporary)
         data = folder / "data"
         data.mkdir()
         found, argv, files = _command(address, data, kind)
         settings = S3Settings(bucket="handoff-test", endpoint=address, scheme="http")
-        server = S3Server(found, settings, credentials, files, argv, folder / "log")
+        server = S3Server(found, settings, credentials, files, (*prefix, *argv), folder / "log")
         try:
             server.start()
             with environment(credentials):
