@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing())),
 ]
 
-TRANSPORTS = ("tcp", "plasma")
+TRANSPORTS = ("tcp", "plasma", "nixl")
 
 
 @dataclass
