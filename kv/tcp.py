@@ -8,8 +8,8 @@ one core and more than one TCP window are put to work.
 Only members of the cluster can read. Both sides derive a key from the cluster's secret
 (`actors/secret.py`). A server opens every connection with a fresh nonce; each request carries
 HMAC-SHA256(key, nonce | sequence number | request), so a request can be neither forged nor
-replayed. Payload bytes are not encrypted; what arrives is checked against the checksums in
-the chunk's header, which came over Ray's authenticated channel.
+replayed. Payload bytes are encrypted only if TLS is asked for (`kv/tls.py`); what arrives is checked
+against the checksums in the chunk's header, which came over Ray's authenticated channel.
 
 A request on the wire, integers big-endian: 16 bytes payload id, u32 number of runs wanted,
 that many u32 run indices, 32 bytes HMAC. The answer: u8 status (0: data follows), u64 bytes, data.
@@ -20,9 +20,9 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import math
 import secrets
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 from kv.chunk import Run, require_sizes
 from kv.errors import ChunkCorrupt, PeerLost, TransferError, TransferTimeout
+from kv.tls import TlsFiles, contexts
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +83,19 @@ class TcpTransport:
     Args:
         address: the node's address that other nodes reach it by; the port is chosen freely.
         key: the cluster's data-plane key, equal on all members.
+        tls: this member's certificate; all members have one, or none.
 
     """
 
     name = "tcp"
     plain_tickets = True
 
-    def __init__(self, address: str, key: bytes) -> None:
+    def __init__(self, address: str, key: bytes, tls: TlsFiles | None = None) -> None:
         self._key = key
+        self._server_tls: ssl.SSLContext | None = None
+        self._client_tls: ssl.SSLContext | None = None
+        if tls is not None:
+            self._server_tls, self._client_tls = contexts(tls)
         self._payloads: dict[bytes, _Payload] = {}
         self._idle: dict[tuple[str, int], list[_Connection]] = defaultdict(list)
         self._busy: set[socket.socket] = set()
@@ -138,7 +144,7 @@ class TcpTransport:
         self._listener.close()
         for connection in busy:  # wakes the threads that use them, which close them
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS's own would drop its state first
         for connection in idle:
             connection.close()
         for payload in payloads:
@@ -183,8 +189,11 @@ class TcpTransport:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
+            if self._server_tls is not None:
+                connection = _wrap(self._server_tls, connection, server_side=True)
             self._use(connection)
             _tune(connection)
+            _shake_hands(connection, STRANGER_TIMEOUT_S)
             nonce = secrets.token_bytes(NONCE_BYTES)
             connection.sendall(nonce)
             sequence = 0
@@ -206,9 +215,9 @@ class TcpTransport:
 
     def _answer(self, connection: socket.socket, nonce: bytes, sequence: int) -> bool:
         """Serve one request; return whether to go on."""
-        _wait_at_most(connection, IDLE_TIMEOUT_S if sequence else STRANGER_TIMEOUT_S)
+        connection.settimeout(IDLE_TIMEOUT_S if sequence else STRANGER_TIMEOUT_S)
         head = _receive(connection, HEAD.size)
-        _wait_at_most(connection, STALL_TIMEOUT_S)
+        connection.settimeout(STALL_TIMEOUT_S)
         payload_id, count = HEAD.unpack(head)
         if count > 1 << 20:
             return False
@@ -240,6 +249,10 @@ class TcpTransport:
         try:
             with self._connection((ticket.host, ticket.port), deadline) as connection:
                 connection.fetch(ticket, wanted, targets, self._key, deadline)
+        except ssl.SSLCertVerificationError as error:
+            raise TransferError(
+                f"{ticket.host}:{ticket.port} has a certificate that tls.authority has not signed: {error}"
+            ) from error
         except TimeoutError as error:
             raise TransferTimeout(
                 f"{ticket.nbytes} bytes from {ticket.host}:{ticket.port} did not arrive in {timeout_s:.1f} s"
@@ -252,10 +265,11 @@ class TcpTransport:
         """Yield a connection of the pool; one that failed is closed, never reused."""
         connection = self._idle_connection(peer)
         if connection is None:
-            connection = _Connection(socket.create_connection(peer, timeout=_left(deadline)))
+            connection = self._connect(peer, deadline)
         keep = False
         try:
             self._use(connection.socket)
+            connection.shake_hands(deadline)
             yield connection
             keep = True
         finally:
@@ -266,6 +280,12 @@ class TcpTransport:
                     self._idle[peer].append(connection)
             if not keep:
                 connection.socket.close()
+
+    def _connect(self, peer: tuple[str, int], deadline: float) -> _Connection:
+        connected = socket.create_connection(peer, timeout=_left(deadline))
+        if self._client_tls is not None:
+            connected = _wrap(self._client_tls, connected, server_side=False)
+        return _Connection(connected)
 
     def _idle_connection(self, peer: tuple[str, int]) -> _Connection | None:
         """Take a connection from the pool that its peer has not closed meanwhile."""
@@ -289,13 +309,19 @@ class _Connection:
 
     def alive(self) -> bool:
         """Return whether an idle connection can be used: nothing to read, not even its end."""
+        self.socket.setblocking(False)
         try:
-            self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            socket.socket.recv(self.socket, 1, socket.MSG_PEEK)  # of the bytes on the wire, TLS or not
         except BlockingIOError:
             return True
         except OSError:
             return False
         return False
+
+    def shake_hands(self, deadline: float) -> None:
+        """Before a connection's first request."""
+        if not self._nonce:
+            _shake_hands(self.socket, _left(deadline))
 
     def fetch(
         self, ticket: TcpTicket, wanted: Sequence[int], targets: Sequence[Run], key: bytes, deadline: float
@@ -303,10 +329,9 @@ class _Connection:
         """Ask for runs and read them into ``targets``."""
         if not self._nonce:
             self._nonce = _receive(self.socket, NONCE_BYTES, deadline)
-        _wait_at_most(self.socket, _left(deadline))
+        self.socket.settimeout(_left(deadline))
         request = HEAD.pack(ticket.payload, len(wanted)) + struct.pack(f"!{len(wanted)}I", *wanted)
-        with _timeouts():
-            self.socket.sendall(request + _mac(key, self._nonce, self._sequence, request))
+        self.socket.sendall(request + _mac(key, self._nonce, self._sequence, request))
         self._sequence += 1
         status, nbytes = ANSWER.unpack(_receive(self.socket, ANSWER.size, deadline))
         if status == GONE:
@@ -331,29 +356,18 @@ def _left(deadline: float) -> float:
 
 
 def _tune(connection: socket.socket) -> None:
-    connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _wait_at_most(connection: socket.socket, seconds: float) -> None:
-    """Bound what a single call on a connection waits for, by the kernel's own timeouts.
-
-    Python's would make the socket a non-blocking one: then a call moves what fits in a buffer, and a chunk
-    takes a hundred calls, each with the whole list of pieces, instead of one.
-    """
-    micros = max(1, math.ceil(seconds * 1e6))
-    interval = struct.pack("ll", *divmod(micros, 1_000_000))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+def _wrap(context: ssl.SSLContext, connection: socket.socket, server_side: bool) -> socket.socket:
+    """Return the socket with TLS on it, before any of it has been spoken; the one given is spent."""
+    return context.wrap_socket(connection, server_side=server_side, do_handshake_on_connect=False)
 
 
-@contextlib.contextmanager
-def _timeouts() -> Iterator[None]:
-    """Turn what the kernel says when its timeout has passed into a TimeoutError."""
-    try:
-        yield
-    except BlockingIOError as error:
-        raise TimeoutError("the connection made no progress in time") from error
+def _shake_hands(connection: socket.socket, seconds: float) -> None:
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(seconds)
+        connection.do_handshake()
 
 
 def _receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
@@ -361,9 +375,8 @@ def _receive(connection: socket.socket, size: int, deadline: float | None = None
     data = bytearray()
     while len(data) < size:
         if deadline is not None:
-            _wait_at_most(connection, _left(deadline))
-        with _timeouts():
-            piece = connection.recv(size - len(data), socket.MSG_WAITALL)
+            connection.settimeout(_left(deadline))
+        piece = connection.recv(size - len(data))
         if not piece:
             raise ConnectionError("the connection was closed")
         data += piece
@@ -373,25 +386,38 @@ def _receive(connection: socket.socket, size: int, deadline: float | None = None
 def _send(connection: socket.socket, head: bytes, runs: Sequence[Run]) -> None:
     """Send head and runs with as few system calls and no copies."""
     pieces: list[memoryview] = [memoryview(head), *(run.data for run in runs)]
+    if isinstance(connection, ssl.SSLSocket):
+        for piece in pieces:
+            connection.sendall(piece)
+        return
     for start in range(0, len(pieces), IOV_MAX):
         batch = pieces[start : start + IOV_MAX]
         while batch:
-            with _timeouts():
-                sent = connection.sendmsg(batch)
-            batch = _advance(batch, sent)
+            batch = _advance(batch, connection.sendmsg(batch))
 
 
 def _read_into(connection: socket.socket, targets: Sequence[Run], deadline: float) -> None:
     pieces: list[memoryview] = [run.data for run in targets if run.nbytes]
+    if isinstance(connection, ssl.SSLSocket):
+        for piece in pieces:
+            _decrypt_into(connection, piece, deadline)
+        return
     for start in range(0, len(pieces), IOV_MAX):
         batch = pieces[start : start + IOV_MAX]
         while batch:
-            _wait_at_most(connection, _left(deadline))
-            with _timeouts():
-                read = connection.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+            connection.settimeout(_left(deadline))
+            read = connection.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
             if read == 0:
                 raise ConnectionError("the connection was closed in the middle of a payload")
             batch = _advance(batch, read)
+
+
+def _decrypt_into(connection: ssl.SSLSocket, piece: memoryview, deadline: float) -> None:
+    while piece:
+        connection.settimeout(_left(deadline))
+        if not (read := connection.recv_into(piece)):
+            raise ConnectionError("the connection was closed in the middle of a payload")
+        piece = piece[read:]
 
 
 def _advance(pieces: list[memoryview], done: int) -> list[memoryview]:
