@@ -49,8 +49,6 @@ MEMORY_COPY, IPERF3 = "memory copy", "iperf3"
 IPERF_STREAMS: Final = (1, 2, 4)
 IPERF_S: Final = 1
 FIRST_MBYTES: Final = 109
-WIRE_ONLY: Final = {"UCX_TLS": "tcp"}
-"""UCX reads the memory of any process of the same machine, whatever namespace that is in."""
 START_END: Final = "from experiments.kv_station import main; main()"
 COARSE_S: Final = 0.05
 """The kernel counts the machine's CPU time in hundredths of a second."""
@@ -261,7 +259,6 @@ def ends_at(
             progress(f"{where}: starting {len(nodes)} Ray nodes")
             ray = stack.enter_context(ray_nodes(nodes, OBJECT_STORE))
         progress(f"{where}: starting both ends")
-        environment = {**(ray.environment if ray else {}), **({} if where == SAME_NODE else WIRE_ONLY)}
         key = secrets.token_bytes(32)
         peers, sides = socket.socketpair(), socket.socketpair()
         for pair in (peers, sides):
