@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Final
 
@@ -88,7 +89,7 @@ def rates(settings: S3Settings, mbytes: int, rounds: int) -> list[Rate]:
         path = f"{settings.bucket}/{settings.prefix}/{whole.name}"
         clients = {way: _Plain(settings, path, *PLAIN[way]) for way in PLAIN}
         plain: dict[str, Callable[[], object]] = {
-            way: lambda client=client: client.read(flat) for way, client in clients.items()
+            way: partial(client.read, flat) for way, client in clients.items()
         }
         ways |= plain
         moved = dict.fromkeys(ways, nbytes) | {"tier": len(keys) * tier.page_nbytes}
