@@ -14,7 +14,7 @@ from actors.peers import NAMESPACE
 from cluster.file import ClusterFile
 from cluster.names import GATEWAY
 from deployments.errors import StartError
-from deployments.gateway import GRACEFUL_S, Gateway, GatewaySpec
+from deployments.gateway import GRACEFUL_S, Gateway, GatewaySpec, listen
 from deployments.place import PlacedWorker, Progress, start_workers, stop_workers
 
 APP = "handoff"
@@ -39,6 +39,7 @@ def serving(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
         actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if _is_worker(actor)
     ]:
         raise StartError(f"this cluster is serving already ({', '.join(running)}); stop that first")
+    listen(file.gateway.host, file.gateway.port, shared=False).close()  # before the long work
     workers = start_workers(file, progress)
     try:
         yield _serve_gateway(file, workers, progress)

@@ -115,8 +115,13 @@ class Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there, together with other replicas on the same node.
+def listen(host: str, port: int, shared: bool = True) -> socket.socket:
+    """Return a socket that listens there.
+
+    Args:
+        host: address.
+        port: port.
+        shared: together with other replicas on the same node. Otherwise a gateway that is there is noticed.
 
     Raises:
         StartError: another program has the port.
@@ -124,7 +129,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048, reuse_port=True)
+        return socket.create_server((host, port), family=family, backlog=2048, reuse_port=shared)
     except OSError as error:
         raise StartError(
             f"the gateway cannot listen on {host}:{port}: {error.strerror}; set gateway.port to a free one"
