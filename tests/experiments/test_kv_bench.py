@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from experiments import kv_bench, netns
-from experiments.kv_bench import BenchError, Case, Found, Parameters, Sample, measure, summary
+from experiments.kv_bench import BenchError, Case, Ends, Found, Parameters, Sample, measure, summary
 from experiments.kv_plot import draw
 from experiments.kv_station import MB
 from experiments.results import load, save
@@ -37,6 +37,28 @@ def sample(case: Case, gbit_s: float, first: bool = False, piece: int | None = N
     )
 
 
+def test_what_would_take_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow transport's large cases, once its small ones have shown that it is slow."""
+    asked: list[Case] = []
+
+    def slow(_: object, case: Case, first: bool = False, piece: int | None = None) -> Sample:
+        asked.append(case)
+        return sample(case, 0.5, first, piece)
+
+    monkeypatch.setattr(kv_bench, "transfer", slow)
+    monkeypatch.setattr(kv_bench.shutil, "which", lambda tool: None)
+    ends = Ends(lambda *_: None, lambda *_: (0.1, 0.1), [], None, ["tcp"])  # type: ignore[arg-type]
+    found = Found()
+    parameters = replace(TINY, mbytes=(16, 512), concurrency=(1, 8), rounds=3)
+    kv_bench._measure_link(ends, "same-node", parameters, found, print)
+    sizes = [(case.mbytes, case.concurrency) for case in asked]
+    assert sizes[:3] == [(16, 1), (16, 8), (512, 1)]
+    assert (512, 8) not in sizes
+    assert sizes.count((16, 1)) == 3
+    assert sizes.count((512, 1)) == 1  # it takes longer than case_s
+    assert {"what": "tcp, 512 MB x 8", "link": "same-node", "reason": "it would take 69 s"} in found.missing
+
+
 def test_rows_are_medians_and_ratios_to_the_limit_of_their_link() -> None:
     found = Found()
     tcp, plasma = Case("tcp", "cross-node", 109, 1), Case("plasma", "same-node", 109, 1)
@@ -45,6 +67,7 @@ def test_rows_are_medians_and_ratios_to_the_limit_of_their_link() -> None:
         sample(plasma, 24),
     ]
     found.samples.append(sample(tcp, 99, piece=4))
+    found.samples.append(sample(Case("tcp", "cross-node", 512, 8), 9))
     found.iperf["cross-node", 1] = [9, 10, 50]
     found.iperf["cross-node", 4] = [5, 6, 7]
     copy_s = 109 * MB * 8 / 50 / 1e9
@@ -53,10 +76,12 @@ def test_rows_are_medians_and_ratios_to_the_limit_of_their_link() -> None:
     rows = {row["case"]: row for row in results["rows"]}
     over_tcp, over_plasma = rows["cross-node/tcp/109x1"], rows["same-node/plasma/109x1"]
     assert (over_tcp["gbit_s_p50"], over_tcp["limit_gbit_s"], over_tcp["ratio"]) == (9, 10, 0.9)
-    assert (over_tcp["cpu_s_per_gb"], over_tcp["cores_busy"], over_tcp["peak_mbytes"]) == (1.0, 2.0, 5)
+    assert (over_tcp["cpu_s_per_gb"], over_tcp["cores_busy"], over_tcp["peak_mbytes"]) == (1.0, None, 5)
     assert over_tcp["checksum"] is True
+    assert rows["cross-node/tcp/512x8"]["cores_busy"] == 2.0  # of what is over too soon, nothing can be said
     assert (over_plasma["limit"], over_plasma["limit_gbit_s"]) == ("two memory copies", 25)
     assert (over_plasma["gbit_s_first"], over_plasma["gbit_s_p50"], over_plasma["ratio"]) == (20, 22, 0.88)
+    assert len(found.as_json()) == len(found.samples) + 6 + 3
     assert rows["cross-node/iperf3/0x1"]["gbit_s_p50"] == 10
     assert rows["same-node/memory copy/109x1"]["gbit_s_p50"] == 50
     assert results["pieces"] == [
