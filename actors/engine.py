@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.errors import EngineStartError
+from cluster.fake import FAKE, fake_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -59,6 +60,7 @@ class EngineLoop:
         self.last_step = time.monotonic()
         self.started: threading.Event = threading.Event()
         self.error: BaseException | None = None
+        self._core: EngineCore | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -74,6 +76,14 @@ class EngineLoop:
         self._commands.append(command)
         self._wake.set()
 
+    def held(self) -> tuple[int, int]:
+        """Return how many requests the scheduler knows and how many KV blocks they hold. Any thread."""
+        if self._core is None:
+            return 0, 0
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        # One block is never given away; vLLM points at it where a block is not needed.
+        return len(self._core.scheduler.requests), pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """Stop stepping and shut the engine down."""
         self._stopping = True
@@ -83,7 +93,7 @@ class EngineLoop:
     def _run(self) -> None:
         core = None
         try:
-            core = self._build()
+            core = self._core = self._build()
             self.started.set()
             while not self._stopping:
                 self._wake.clear()
@@ -119,7 +129,8 @@ def build_core(model: str, options: dict[str, Any], engine_id: str) -> EngineCor
 
     Args:
         model: local path or hub id.
-        options: vLLM engine options, passed on unchanged.
+        options: vLLM engine options, passed on unchanged; ``fake`` turns the fake engine on
+            (``cluster/fake.py``).
         engine_id: under which the worker registered its ``Link``.
 
     Raises:
@@ -128,7 +139,6 @@ def build_core(model: str, options: dict[str, Any], engine_id: str) -> EngineCor
     """
     from vllm.config import KVTransferConfig
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor import Executor
 
     transfer = KVTransferConfig(
         kv_connector="HandoffConnector",
@@ -137,7 +147,18 @@ def build_core(model: str, options: dict[str, Any], engine_id: str) -> EngineCor
         engine_id=engine_id,
     )
     config = engine_config(model, {**options, "kv_transfer_config": transfer})
-    return EngineCore(config, Executor.get_class(config), log_stats=False)
+    return EngineCore(config, executor_class(config), log_stats=False)
+
+
+def executor_class(config: Any) -> Any:
+    """Return vLLM's executor for a configuration, or the fake engine's."""
+    if FAKE in config.additional_config:
+        from actors.fake import FakeExecutor
+
+        return FakeExecutor
+    from vllm.v1.executor import Executor
+
+    return Executor.get_class(config)
 
 
 def engine_config(model: str, options: dict[str, Any]) -> Any:
@@ -147,6 +168,10 @@ def engine_config(model: str, options: dict[str, Any]) -> Any:
     parallel = [int(options.get(key, 1)) for key in ("tensor_parallel_size", "pipeline_parallel_size")]
     defaults: dict[str, Any] = {"distributed_executor_backend": "uni"} if parallel == [1, 1] else {}
     try:
+        if (fake := fake_of(options)) is not None:
+            options = {key: value for key, value in options.items() if key != FAKE}
+            defaults["additional_config"] = {FAKE: fake.model_dump()}
+            defaults["async_scheduling"] = False  # nothing to overlap with
         return EngineArgs(model=model, **{**defaults, **options}).create_engine_config()
     except (TypeError, ValueError) as error:
         raise EngineStartError(f"vLLM refused the engine options {options}: {error}") from error

@@ -13,11 +13,13 @@ from actors.messages import ModelFiles, WorkerInfo
 SAMPLES, SAMPLE_BYTES = 16, 64 << 10
 
 
-def model_files(path: Path) -> ModelFiles:
+def model_files(path: Path, weights_needed: bool = True) -> ModelFiles:
     """Return the digest of a model folder in Hugging Face layout.
 
     Covers ``config.json``, the safetensors index (or the header of a single file), and of
     every weight file its size and evenly spread samples: a second even for hundreds of GB.
+
+    The fake engine needs no weights.
 
     Raises:
         EngineStartError: the folder has no configuration or no safetensors weights.
@@ -25,7 +27,7 @@ def model_files(path: Path) -> ModelFiles:
     """
     config = path / "config.json"
     weights = sorted(path.glob("*.safetensors"))
-    if not config.is_file() or not weights:
+    if not config.is_file() or (weights_needed and not weights):
         missing = "config.json" if not config.is_file() else "*.safetensors"
         raise EngineStartError(
             f"model folder {path} has no {missing}; give `model` a folder in Hugging Face layout"

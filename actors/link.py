@@ -16,6 +16,7 @@ import numpy.typing as npt
 from actors.decode import Receiver
 from actors.marks import Marks
 from actors.prefill import Post, Sender
+from cluster.fake import FAKE
 from kv.chunk import KVLayout
 from kv.paged import PagedCache
 from kv.transport import Transport
@@ -69,7 +70,7 @@ class Link:
             layers=len(tensors),
             block_size=block_size,
             block_bytes=self.cache.block_nbytes,
-            order=block_order(tensors[0], block_size),
+            order=FAKE if FAKE in vllm_config.additional_config else block_order(tensors[0], block_size),
         )
         self.transport.register(self.cache.memory())
         self.sender = Sender(self.cache, self.layout, self.transport, self._post, self.wake)

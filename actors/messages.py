@@ -204,6 +204,8 @@ class WorkerStats:
 
     Attributes:
         requests: requests accepted and not finished.
+        engine_requests: those that the scheduler knows; finished ones too, while it keeps their blocks.
+        kv_blocks_used: blocks of the KV cache that a request holds.
         sending: handovers being published.
         receiving: handovers being loaded.
         live_chunks: payloads published and not yet taken by the peer.
@@ -213,6 +215,8 @@ class WorkerStats:
     """
 
     requests: int
+    engine_requests: int
+    kv_blocks_used: int
     sending: int
     receiving: int
     live_chunks: int

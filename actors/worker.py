@@ -44,6 +44,7 @@ from actors.messages import (
 )
 from actors.peers import Peers, plain
 from actors.secret import CHANNEL_PURPOSE, data_plane_key
+from cluster.fake import FAKE
 from kv.chunk import KVLayout
 from kv.nixl import NixlTransport
 from kv.plasma import PlasmaTransport
@@ -134,8 +135,11 @@ class Worker:
         """Return counters and gauges of this worker."""
         link = self._link_now()
         chunks, nbytes = link.transport.live()
+        engine_requests, blocks = self._engine.held()
         return WorkerStats(
             requests=len(self._clients),
+            engine_requests=engine_requests,
+            kv_blocks_used=blocks,
             sending=len(link.sender.open_requests()),
             receiving=link.receiver.waiting(),
             live_chunks=chunks,
@@ -264,7 +268,7 @@ class Worker:
         assert self._listener is not None
         path = Path(self._spec.model)
         path = path if path.is_dir() else Path(get_model_path(self._spec.model))
-        self._files = model_files(path)
+        self._files = model_files(path, weights_needed=FAKE not in self._spec.engine)
         link = Link(
             self._files.digest,
             make_transport(self._spec.transport),

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from cluster.errors import ClusterFileError
 from cluster.explain import explain
+from cluster.fake import FAKE, FakeEngine
 from cluster.names import AT_UNITS, HEAD, ROLES, GroupRole, Role, at, roles_of
 from cluster.placement import WorkerAsk
 from cluster.sizes import Size
@@ -154,9 +155,10 @@ class Node:
 class ClusterFile(_Model):
     """A consistent cluster file: every role that workers ask for is offered, and named nodes exist.
 
-    model: a local path (absolute once loaded) or a hub id. engine: vLLM arguments, passed on unchanged.
-    transport: Literal["tcp", "plasma", "nixl"] = "tcp"
-    s3: S3 | None = None
+    model: a local path (absolute once loaded) or a hub id. engine: vLLM arguments, passed on unchanged;
+    a mapping under `fake` turns the fake engine on (`cluster/fake.py`).
+    transport: how KV moves from prefill to decode workers: directly (tcp, nixl), or through Ray (plasma).
+    s3: the object store that backs it up; none unless set.
     """
 
     name: Name = "handoff"
@@ -198,6 +200,22 @@ class ClusterFile(_Model):
                     f"valid: {', '.join(names)}"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _fake_options_valid(self) -> Self:
+        holders = [
+            ("", self.engine),
+            *((f"nodes.{name}.", group.engine) for name, group in self.nodes.items()),
+            *((f"workers.{role}.", workers.engine) for role, workers in self.workers.items()),
+        ]
+        for where, engine in holders:
+            if FAKE in engine:
+                _check_fake(f"{where}engine.{FAKE}", engine[FAKE])
+        return self
+
+    def faked(self) -> Self:
+        """This file with the fake engine, and the options for it that the file has."""
+        return self.model_copy(update={"engine": {FAKE: {}, **self.engine}})
 
     def each_node(self) -> Iterator[Node]:
         """All nodes, in the order of the file. The head node is not among them."""
@@ -265,6 +283,13 @@ def load(path: Path) -> ClusterFile:
     except ValidationError as error:
         raise ClusterFileError(f"{path}: {explain(error, ClusterFile)}") from error
     return file
+
+
+def _check_fake(where: str, options: Any) -> None:
+    try:
+        FakeEngine.model_validate({} if options is None else options)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {explain(error, FakeEngine)}") from error
 
 
 def _with_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:

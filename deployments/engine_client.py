@@ -27,6 +27,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats
 
+from cluster.fake import FAKE
 from deployments.dispatch import Dispatcher
 from deployments.ledger import Ledger, Record, current
 
@@ -268,7 +269,7 @@ def seeded_alone(vllm_config: Any) -> int | None:
 
     None where any will do; see ``Dispatcher``.
     """
-    if not current_platform.is_cpu():
+    if not current_platform.is_cpu() or FAKE in vllm_config.additional_config:
         return None
     scheduler = vllm_config.scheduler_config
     return max(1, int(scheduler.max_num_batched_tokens) - int(scheduler.max_num_seqs))

@@ -10,7 +10,10 @@ import httpx
 from openai import OpenAI
 
 SETTLED_WITHIN_S = 5.0
-PENDING = ("requests", "sending", "receiving", "live_chunks", "live_bytes", "prefill_tokens", "running")
+PENDING = (
+    *("requests", "engine_requests", "kv_blocks_used", "sending", "receiving", "live_chunks", "live_bytes"),
+    *("prefill_tokens", "running"),
+)
 """What must be zero on every worker when no request is under way."""
 
 _OPENAI = {
