@@ -6,12 +6,16 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
 from experiments import kv_bench, netns
 from experiments.kv_bench import BenchError, Case, Ends, Found, Parameters, Sample, measure, summary
 from experiments.kv_plot import draw
 from experiments.kv_station import MB
 from experiments.results import load, save
+from handoff.cli import app
+
+RECORDED = Path(__file__).parents[2] / "results" / "bench-kv.json"
 
 TINY = Parameters(
     mbytes=(1, 3),
@@ -89,6 +93,40 @@ def test_rows_are_medians_and_ratios_to_the_limit_of_their_link() -> None:
     ]
     plot = ElementTree.fromstring(draw(results["rows"]))
     assert len(plot.findall(".//{*}polyline")) == 3
+
+
+def test_the_command_passes_on_what_was_asked_for_and_shows_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Parameters] = []
+    recorded = load(RECORDED, "bench-kv")
+
+    def measured(parameters: Parameters, progress: object) -> object:
+        asked.append(parameters)
+        return recorded
+
+    monkeypatch.setattr(kv_bench, "measure", measured)
+    monkeypatch.setattr("handoff.interrupt.end_in_order", lambda: None)
+    out = tmp_path / "there" / "run.json"
+    options = ["--quick", "--link", "cross-node", "--mbytes", "2", "--mbytes", "3", "--transport", "tcp"]
+    done = CliRunner().invoke(app, ["bench", "kv", *options, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    (parameters,) = asked
+    assert (parameters.links, parameters.mbytes, parameters.transports) == (("cross-node",), (2, 3), ("tcp",))
+    assert (parameters.rounds, parameters.pieces) == (2, False)
+    assert load(out, "bench-kv").results["rows"] == recorded.results["rows"]
+    assert ElementTree.parse(out.with_suffix(".svg")).findall(".//{*}polyline")
+
+
+def test_the_recorded_run_has_every_row() -> None:
+    rows = {row["case"]: row for row in load(RECORDED, "bench-kv").results["rows"]}
+    for link in kv_bench.LINKS:
+        for transport in ("tcp", "plasma"):
+            row = rows[f"{link}/{transport}/109x1"]
+            assert row["checksum"] is True
+            assert row["gbit_s_p50"] > 0
+            assert row["ratio"] == pytest.approx(row["gbit_s_p50"] / row["limit_gbit_s"], abs=0.002)
+            assert row["cpu_s_per_gb"] > 0
 
 
 @pytest.mark.parametrize(
