@@ -1,6 +1,6 @@
 """Storms of requests, of which a third is aborted at any moment: all others are right, and nothing is left.
 
-10,000 on the fake engine, whose every token proves the KV that it was computed from.
+10,000 on the fake engine, whose every token proves the KV that it was computed from, and 300 on vLLM's own.
 """
 
 import json
@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 from asking import Endpoint, until
-from comparing import prompt
+from comparing import equal_but_for_ties, prompt
 from storm import Outcome, plans, storm
+from undivided import Undivided
 
 from actors.fake_kv import continuation
 from cluster.network import free_ports
@@ -145,3 +146,34 @@ def test_ten_thousand_requests_of_which_a_third_is_aborted(fake: Endpoint) -> No
     assert found["left before the first token"] > REQUESTS * 0.05
     assert found["left amid the answer"] > REQUESTS * 0.08
     assert all(worker["alive"] for worker in fake.workers().values())
+
+
+@pytest.mark.engine
+def test_three_hundred_requests_on_a_real_engine(endpoint: Endpoint, reference: Undivided) -> None:
+    most = 12
+    prompts = [prompt(1 + 20 * i, f"real storm {i}") for i in range(30)]
+    outcomes = storm(endpoint.url, endpoint.model, plans(300, 2, prompts, most), 24)
+    endpoint.settled()
+    found = stages(outcomes)
+    print(dict(found))
+    assert not errors(outcomes)
+    right = {
+        tuple(tokens): reference.generate(tokens, max_tokens=most, ignore_eos=True).sequences[0]
+        for tokens in prompts
+    }
+    for outcome in outcomes:
+        if outcome.complete:
+            assert len(outcome.tokens) == outcome.plan.max_tokens
+        else:
+            assert outcome.plan.leaves
+        if not outcome.plan.params:
+            equal_but_for_ties(outcome.tokens, cut(right[tuple(outcome.plan.prompt)], len(outcome.tokens)))
+    assert found["left before the first token"] > 10
+    assert found["left amid the answer"] > 10
+
+
+def cut(sequence: Any, count: int) -> Any:
+    """The first tokens of a reference's sequence."""
+    from dataclasses import replace
+
+    return replace(sequence, tokens=sequence.tokens[:count], logprobs=sequence.logprobs[:count])
