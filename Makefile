@@ -58,7 +58,7 @@ $(INSTALLED): $(REQUIREMENTS) pyproject.toml | $(UV)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $$($(PYTHON) --version) is too old; set PYTHON= to Python 3.11 or newer"; exit 1; }
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
-	$(UV) pip sync -q --python $(BIN)/python $(REQUIREMENTS)
+	$(UV) pip sync -q --compile-bytecode --python $(BIN)/python $(REQUIREMENTS)
 	$(UV) pip install -q --python $(BIN)/python --no-deps -e .
 	@touch $@
 	@echo "installed; next: make demo, or make test"
