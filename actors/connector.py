@@ -74,7 +74,7 @@ class SchedulerSide:
         handover = _handover_of(request)
         if isinstance(handover, SendTo):
             self._sending[request.request_id] = request
-            self._link.sender.open(request.request_id, handover.peer)
+            self._link.sender.open(request.request_id, handover.peer, handover.lease_s)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond ``computed`` come from elsewhere, and that they come later."""

@@ -9,19 +9,22 @@ and verify, so that the engine thread never waits for the wire.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from actors.marks import Marks
-from actors.messages import Chunk, Delivery, HandoverEnd, HandoverFailed
+from actors.messages import Again, Chunk, Delivery, Handed, HandoverEnd, HandoverFailed
+from actors.rungs import Rungs
 from kv.chunk import KVLayout
-from kv.errors import ChunkCorrupt, KVError
+from kv.errors import ChunkCorrupt, KVError, PeerLost, TransferError
+from kv.ladder import cause_of
 from kv.paged import PagedCache
-from kv.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,11 @@ UNCLAIMED_LEASE_S = 60.0
 """Chunks whose request never shows up here are dropped after this long."""
 CLOSED_KEPT = 4096
 """How many closed requests are remembered, so that late chunks are dropped at once."""
+
+Done = Callable[[float | None], None]
+"""Called with the seconds that the fetch of a whole payload took, None if there was none."""
+AskAgain = Callable[[str, Again, float], Chunk]
+"""Ask the named worker to publish a chunk over another rung, within a time; raises TransferError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,7 @@ class _Arrival:
     """A chunk that was announced, and what to call once its payload is not needed any more."""
 
     chunk: Chunk
-    done: Callable[[], None]
+    done: Done
 
 
 @dataclass(slots=True)
@@ -69,9 +77,17 @@ class _Incoming:
     """Chunks that came a second time; the first may still have to be fetched by the same ticket."""
     loading: int = 0
     written: int = 0
+    rungs: dict[str, str] = field(default_factory=dict)
+    """That chunks came over, in the order of their first use, and the latest reason for each."""
     end: HandoverEnd | None = None
     reported: bool = False
     failed: bool = False
+
+    @property
+    def handed(self) -> Handed | None:
+        if self.end is None:
+            return None
+        return Handed(self.end.nbytes, tuple(self.rungs), next(reversed(self.rungs.values()), ""))
 
     @property
     def complete(self) -> bool:
@@ -94,15 +110,21 @@ class _Incoming:
         return None
 
 
+def _done(arrival: _Arrival, load: Future[float | None]) -> None:
+    failed = load.cancelled() or load.exception() is not None
+    arrival.done(None if failed else load.result())
+
+
 class Receiver:
     """Loads the KV of requests that were prefilled elsewhere into this engine's cache.
 
     Args:
         cache: the engine's paged cache.
         layout: what every chunk must say it is.
-        transport: where payloads are fetched from.
+        rungs: what payloads are fetched through.
         marks: stage times.
         wake: wakes the engine loop, called when there is something for it.
+        again: asks a chunk's sender for another rung.
         on_failed: called with (request id, reason) when a request's KV will not come; the
             engine loop then aborts the request, which calls ``close``.
 
@@ -112,15 +134,18 @@ class Receiver:
         self,
         cache: PagedCache,
         layout: KVLayout,
-        transport: Transport,
+        rungs: Rungs,
         marks: Marks,
         wake: Callable[[], None],
+        again: AskAgain,
         on_failed: Callable[[str, str], None],
     ) -> None:
-        self._cache, self._layout, self._transport = cache, layout, transport
-        self._marks, self._wake, self._on_failed = marks, wake, on_failed
+        self._cache, self._layout, self._rungs = cache, layout, rungs
+        self._marks, self._wake, self._again, self._on_failed = marks, wake, again, on_failed
         self._incoming: dict[str, _Incoming] = {}
-        self._closed: OrderedDict[str, HandoverEnd | None] = OrderedDict()
+        self._closed: OrderedDict[str, tuple[HandoverEnd | None, Handed | None]] = OrderedDict()
+        self._broken: dict[tuple[str, str], float] = {}
+        """By (sender, rung): what was published there before this time on the sender's clock is not tried."""
         self._finished: set[str] = set()
         self._lock = threading.RLock()
         self._pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-receiver")
@@ -148,7 +173,7 @@ class Receiver:
 
     # -- the prefill worker's side ----------------------------------------------------------
 
-    def deliver(self, delivery: Delivery, done: Callable[[], None]) -> None:
+    def deliver(self, delivery: Delivery, done: Done) -> None:
         """Take a chunk, the end, or the failure of a handover. Never blocks.
 
         ``done`` is called exactly once, when the payload has been written or will never be
@@ -165,7 +190,7 @@ class Receiver:
         if isinstance(delivery, HandoverFailed):
             self._fail(delivery.request_id, delivery.reason)
         self._wake()
-        done()
+        done(None)
 
     def _announce(self, arrival: _Arrival) -> None:
         header = arrival.chunk.header
@@ -182,7 +207,7 @@ class Receiver:
                 logger.warning("request %s: chunk %d came twice", header.request_id, header.index)
                 incoming.repeated.append(arrival)
                 return
-        arrival.done()
+        arrival.done(None)
 
     def _claim(self, request_id: str) -> _Incoming | None:
         """Under the lock: return the request's state, made now if need be; None once it is closed."""
@@ -210,7 +235,13 @@ class Receiver:
         """Return the end of the handover, once it has been delivered; for a while also after ``close``."""
         with self._lock:
             incoming = self._incoming.get(request_id)
-            return incoming.end if incoming else self._closed.get(request_id)
+            return incoming.end if incoming else self._closed.get(request_id, (None, None))[0]
+
+    def handed(self, request_id: str) -> Handed | None:
+        """Return how a request's KV came, once its end is here; for a while also after ``close``."""
+        with self._lock:
+            incoming = self._incoming.get(request_id)
+            return incoming.handed if incoming else self._closed.get(request_id, (None, None))[1]
 
     def take_finished(self) -> set[str]:
         """Return opened requests into whose blocks nothing is written any more, each once."""
@@ -227,14 +258,14 @@ class Receiver:
         with self._lock:
             incoming = self._incoming.pop(request_id, None)
             if incoming is not None or request_id not in self._closed:
-                self._closed[request_id] = incoming.end if incoming else None
+                self._closed[request_id] = (incoming.end, incoming.handed) if incoming else (None, None)
             while len(self._closed) > CLOSED_KEPT:
                 self._closed.popitem(last=False)
             unwanted = [*incoming.parked, *incoming.repeated] if incoming is not None else []
             if incoming is not None:
                 self._report_if_quiet(request_id, incoming)
         for arrival in unwanted:
-            arrival.done()
+            arrival.done(None)
 
     def waiting(self) -> int:
         """Return how many handovers are under way."""
@@ -255,13 +286,13 @@ class Receiver:
         """Under the lock: hand a chunk to the pool."""
         incoming.loading += 1
         load = self._pool.submit(self._load, request_id, incoming, arrival.chunk)
-        load.add_done_callback(lambda _: arrival.done())  # also if it is cancelled
+        load.add_done_callback(partial(_done, arrival))  # also if it is cancelled
 
-    def _load(self, request_id: str, incoming: _Incoming, chunk: Chunk) -> None:
-        reason = None
+    def _load(self, request_id: str, incoming: _Incoming, chunk: Chunk) -> float | None:
+        reason, seconds = None, None
         try:
             if self._incoming.get(request_id) is incoming:
-                self._fetch(request_id, incoming, chunk)
+                seconds = self._climb(request_id, incoming, chunk)
         except Exception as error:
             reason = str(error) if isinstance(error, KVError) else repr(error)
         with self._lock:
@@ -273,22 +304,62 @@ class Receiver:
                 self._report_if_quiet(request_id, incoming)
         if reason is not None:
             self._fail(request_id, reason)
+        return seconds
 
-    def _fetch(self, request_id: str, incoming: _Incoming, chunk: Chunk) -> None:
-        """Bring in a chunk's blocks: not those the engine has already, nor any it did not allocate."""
+    def _climb(self, request_id: str, incoming: _Incoming, chunk: Chunk) -> float | None:
+        """Fetch a chunk over the rung it was published through, or over those that its sender offers then.
+
+        Returns the seconds that the transfer took, None if only a part of the payload was wanted.
+        Raises TransferError when no rung is left; says what was wrong with each.
+        """
         if chunk.header.layout != self._layout:
             raise ChunkCorrupt(request_id, "layout", self._layout, chunk.header.layout)
-        target, cache = incoming.target, self._cache
+        failures: list[str] = []
+        while True:
+            try:
+                return self._fetch(request_id, incoming, chunk)
+            except Exception as error:
+                if self._incoming.get(request_id) is not incoming:
+                    return None
+                failures.append(f"{chunk.rung}: {error}")
+                logger.warning("request %s: chunk %d over %s", request_id, chunk.header.index, failures[-1])
+                asked = Again(request_id, chunk.header.index, chunk.rung, cause_of(error), str(error))
+            try:
+                other = self._again(chunk.source, asked, self._left_s(incoming))
+            except TransferError as error:
+                raise TransferError("; ".join([*failures, str(error)])) from error
+            if other.cause != "moved":
+                self._broken[chunk.source, chunk.rung] = other.published_at
+            chunk = other
+
+    def _left_s(self, incoming: _Incoming) -> float:
+        return max(0.1, incoming.deadline - time.monotonic())
+
+    def _fetch(self, request_id: str, incoming: _Incoming, chunk: Chunk) -> float | None:
+        """Bring in a chunk's blocks: not those the engine has already, nor any it did not allocate."""
+        target, cache, rung = incoming.target, self._cache, chunk.rung
         assert target is not None
         (start, end), size = chunk.header.tokens, cache.block_size
         first, last = start // size, cache.blocks_of(end)
         low, high = target.skip // size, cache.blocks_of(target.end)
         into = cache.runs_within(target.blocks, first, last - first, low, high)
         self._marks.note(request_id, "peer.published", last=True, at=chunk.published_at)
-        if any(run is not None for run in into):
-            self._transport.fetch(chunk.ticket, into, max(0.1, incoming.deadline - time.monotonic()))
+        wanted = sum(run.nbytes for run in into if run is not None)
+        began = time.monotonic()
+        if wanted:
+            if chunk.published_at < self._broken.get((chunk.source, rung), -math.inf):
+                raise PeerLost("another chunk did not come over it a moment ago")
+            timeout_s = min(chunk.timeout_s, self._left_s(incoming))
+            self._rungs.transport(rung).fetch(chunk.ticket, into, timeout_s)
+        seconds = time.monotonic() - began
         self._marks.note(request_id, "fetched", last=True)
         chunk.header.verify(into)
+        if wanted:
+            with self._lock:
+                self._rungs.tally.chunks[rung, chunk.cause] += 1
+                self._rungs.tally.nbytes[rung] += wanted
+                incoming.rungs[rung] = chunk.reason
+        return seconds if wanted == chunk.header.nbytes else None
 
     def _report_if_complete(self, request_id: str, incoming: _Incoming) -> None:
         """Under the lock: if everything has been written, tell the engine."""

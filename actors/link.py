@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from actors.decode import Receiver
+from actors.decode import AskAgain, Receiver
 from actors.marks import Marks
 from actors.prefill import Post, Sender
+from actors.rungs import Rungs
 from cluster.fake import FAKE
 from kv.chunk import KVLayout
 from kv.paged import PagedCache
-from kv.transport import Transport
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +31,11 @@ class Link:
     """The parts of a worker that its connector needs.
 
     Args:
+        name: the worker's.
         model_digest: fingerprint of the model files, part of the KV layout.
-        transport: how payloads move.
+        rungs: how payloads move.
         post: how deliveries reach another worker.
+        again: how another worker is asked for a chunk over another rung.
         wake: wakes the engine loop.
         on_failed: told (request id, reason) when a request's KV will not come.
 
@@ -49,14 +51,16 @@ class Link:
 
     def __init__(
         self,
+        name: str,
         model_digest: str,
-        transport: Transport,
+        rungs: Rungs,
         post: Post,
+        again: AskAgain,
         wake: Callable[[], None],
         on_failed: Callable[[str, str], None],
     ) -> None:
-        self.model_digest, self.transport, self.wake = model_digest, transport, wake
-        self._post, self._on_failed = post, on_failed
+        self.name, self.model_digest, self.rungs, self.wake = name, model_digest, rungs, wake
+        self._post, self._again, self._on_failed = post, again, on_failed
         self.marks = Marks()
 
     def register_caches(self, vllm_config: Any, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -72,10 +76,10 @@ class Link:
             block_bytes=self.cache.block_nbytes,
             order=FAKE if FAKE in vllm_config.additional_config else block_order(tensors[0], block_size),
         )
-        self.transport.register(self.cache.memory())
-        self.sender = Sender(self.cache, self.layout, self.transport, self._post, self.wake)
+        self.rungs.register(self.cache.memory())
+        self.sender = Sender(self.name, self.cache, self.layout, self.rungs, self._post, self.wake)
         self.receiver = Receiver(
-            self.cache, self.layout, self.transport, self.marks, self.wake, self._on_failed
+            self.cache, self.layout, self.rungs, self.marks, self.wake, self._again, self._on_failed
         )
 
     def close(self) -> None:

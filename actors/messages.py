@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kv.chunk import ChunkHeader, KVLayout
 from kv.transport import Ticket
+
+if TYPE_CHECKING:
+    from kv.bucket import S3Settings
 
 Role = Literal["prefill", "decode"]
 
@@ -26,7 +29,8 @@ class WorkerSpec:
         role: what the router asks of it first; every worker can do both.
         model: local path or hub id, read from the worker's own disk.
         engine: options passed to vLLM unchanged.
-        transport: name of the KV transport.
+        transport: name of the KV transport; ``auto`` for all there are, and a ladder over them.
+        s3: the bucket that is one of them, if there is one.
 
     """
 
@@ -34,7 +38,8 @@ class WorkerSpec:
     role: Role
     model: str
     engine: Mapping[str, Any]
-    transport: str = "plasma"
+    transport: str = "auto"
+    s3: S3Settings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +68,22 @@ class WorkerInfo:
     layout: KVLayout
     max_model_len: int
     kv_blocks: int
-    transport: str
+    transports: tuple[str, ...]
     address: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class SendTo:
-    """Prefill side of a handover: publish this request's KV to ``peer``."""
+    """Prefill side of a handover: publish this request's KV to ``peer``.
+
+    Attributes:
+        peer: name of the decode worker.
+        lease_s: what is published for the request is withdrawn after this long, whatever happens.
+
+    """
 
     peer: str
+    lease_s: float = 150.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +111,25 @@ Handover = SendTo | ReceiveFrom
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk was published: its header, and the ticket to fetch its payload with."""
+    """A chunk was published: its header, and the ticket to fetch its payload with.
+
+    Attributes:
+        rung: the transport that it was published through.
+        source: the worker that published it, and can be asked for it ``Again``.
+        timeout_s: how long a fetch may take before the rung counts as broken.
+        cause: why this rung: ``first``, or what went wrong with the one before, in one word.
+        reason: why this rung, for people.
+
+    """
 
     header: ChunkHeader
     ticket: Ticket
     published_at: float
+    rung: str
+    source: str
+    timeout_s: float
+    cause: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +161,53 @@ class HandoverFailed:
 
 
 Delivery = Chunk | HandoverEnd | HandoverFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A chunk could not be fetched: its receiver asks for it over another rung.
+
+    Attributes:
+        request_id: the engine request.
+        index: the chunk's position in it.
+        rung: where it could not be fetched.
+        cause: why, in one word (``kv.ladder.cause_of``).
+        detail: why, for people.
+
+    """
+
+    request_id: str
+    index: int
+    rung: str
+    cause: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A payload of one run, published to measure a rung; the peer answers with the seconds its fetch took."""
+
+    rung: str
+    ticket: Ticket
+    nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """How a request's KV came.
+
+    Attributes:
+        nbytes: payload bytes in all chunks.
+        rungs: the transports that chunks came over, in the order of their first use; none if decode had
+            all of it cached.
+        reason: why the last of them was used, for people.
+
+    """
+
+    nbytes: int
+    rungs: tuple[str, ...]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +247,13 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The payload of a delivery has been written, or will never be wanted."""
+    """The payload of a delivery has been written, or will never be wanted.
+
+    ``seconds`` is what the fetch took, None if there was none.
+    """
 
     number: int
+    seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +265,14 @@ class OutputBatch:
         failures: request id to reason, for requests whose handover failed.
         marks: request id to (stage, seconds on a monotonic clock) pairs, with a request's first
             output. Stages named ``peer.*`` are on the clock of the prefill worker.
-        kv_bytes: request id to bytes of KV that were handed over to it, with its first output.
+        handed: request id to how its KV came, with its first output.
 
     """
 
     frame: tuple[bytes, ...]
     failures: Mapping[str, str] = field(default_factory=dict)
     marks: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
-    kv_bytes: Mapping[str, int] = field(default_factory=dict)
+    handed: Mapping[str, Handed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +287,12 @@ class WorkerStats:
         receiving: handovers being loaded.
         live_chunks: payloads published and not yet taken by the peer.
         live_bytes: their bytes.
+        orphan_bytes: those of them that belong to no live request.
+        expired_leases: payloads withdrawn because their lease ran out, since the start.
         steps: engine steps since the start.
+        taken_chunks: chunks that came here by ``rung cause``, since the start.
+        taken_bytes: their bytes by rung.
+        rates: estimated bytes per second by ``peer rung``; 0 while a rung is broken.
 
     """
 
@@ -221,4 +303,9 @@ class WorkerStats:
     receiving: int
     live_chunks: int
     live_bytes: int
+    orphan_bytes: int
+    expired_leases: int
     steps: int
+    taken_chunks: Mapping[str, int] = field(default_factory=dict)
+    taken_bytes: Mapping[str, int] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)

@@ -12,7 +12,8 @@ from typing import Any
 import ray
 
 from actors.channel import Address, Channel, ChannelError, dial
-from actors.messages import Announce, Chunk, Delivery, Taken, WorkerInfo
+from actors.messages import Again, Announce, Chunk, Delivery, Probe, Taken, WorkerInfo
+from kv.errors import KVError, PeerLost
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,12 @@ FOUND_WITHIN_S = 10.0
 BACK_WITHIN_S = 5.0
 """After a channel breaks, the same process is dialled for this long, and gets again what it had not taken."""
 DIAL_AGAIN_S = 0.2
+AGAIN_WITHIN_S = 15.0
+"""A peer copies a chunk and publishes it within this time, or it is taken to be gone."""
+
+
+OnTaken = Callable[[float | None], None]
+"""Called once a peer is done with a delivery (with the seconds its fetch took), or is gone (None)."""
 
 
 @dataclass(slots=True)
@@ -28,7 +35,7 @@ class _Posted:
     """A delivery that its peer has not taken. ``sent`` is the process that it was sent to."""
 
     delivery: Delivery
-    taken: Callable[[], None]
+    taken: OnTaken
     sent: Address | None = None
 
 
@@ -63,22 +70,37 @@ class Peers:
         self._peers: dict[str, _Peer] = {}
         self._numbers = itertools.count()
 
-    def post(self, peer: str, delivery: Delivery, taken: Callable[[], None]) -> None:
-        """Send a delivery. Any thread.
-
-        ``taken`` is called once: when the peer is done with it, or cannot be reached.
-        """
+    def post(self, peer: str, delivery: Delivery, taken: OnTaken) -> None:
+        """Send a delivery; ``taken`` is called once. Any thread."""
         self._loop.call_soon_threadsafe(self._post, peer, delivery, taken)
 
-    def call(self, peer: str, delivery: Delivery, taken: Callable[[], None]) -> None:
+    def call(self, peer: str, delivery: Delivery, taken: OnTaken) -> None:
         """Like ``post``, through Ray: for tickets that only Ray can carry. Any thread."""
         try:
             reply = ray.get_actor(peer, namespace=NAMESPACE).deliver.remote(delivery)
         except Exception as error:
             logger.warning("worker %s could not be reached: %s", peer, error)
-            taken()
+            taken(None)
             return
-        reply.future().add_done_callback(lambda _: taken())
+
+        def replied(future: Any) -> None:
+            taken(future.result() if future.exception() is None else None)
+
+        reply.future().add_done_callback(replied)
+
+    def again(self, peer: str, asked: Again, timeout_s: float) -> Chunk:
+        """Have a peer publish a chunk over another rung. Blocks; not on the event loop.
+
+        Raises:
+            TransferError: what the peer raised, or it is gone.
+
+        """
+        chunk: Chunk = _ask(peer, "again", (asked,), min(AGAIN_WITHIN_S, timeout_s))
+        return chunk
+
+    def probe(self, peer: str, probe: Probe, timeout_s: float) -> float:
+        """Have a peer fetch a probe; return the seconds it took. See ``again``."""
+        return float(_ask(peer, "probe", (probe, timeout_s), timeout_s))
 
     def close(self) -> None:
         """End all channels; what was not taken will not be. On the event loop."""
@@ -91,7 +113,7 @@ class Peers:
 
     # -- event loop -----------------------------------------------------------------------------
 
-    def _post(self, name: str, delivery: Delivery, taken: Callable[[], None]) -> None:
+    def _post(self, name: str, delivery: Delivery, taken: OnTaken) -> None:
         peer = self._peers.setdefault(name, _Peer(name))
         number = next(self._numbers)
         peer.untaken[number] = _Posted(delivery, taken)
@@ -147,7 +169,7 @@ class Peers:
         def replied(message: object) -> None:
             assert isinstance(message, Taken), message
             if (posted := peer.untaken.pop(message.number, None)) is not None:
-                posted.taken()
+                posted.taken(message.seconds)
 
         def lost(reason: str) -> None:
             logger.warning("the channel to worker %s broke: %s", peer.name, reason)
@@ -166,9 +188,19 @@ class Peers:
         for number in numbers:
             posted = peer.untaken.pop(number)
             self._undelivered(posted.delivery, f"worker {peer.name} could not be reached: {reason}")
-            posted.taken()
+            posted.taken(None)
 
 
-def plain(delivery: Delivery, plain_tickets: bool) -> bool:
-    """Return whether a delivery can travel over a channel."""
-    return plain_tickets or not isinstance(delivery, Chunk)
+def _ask(peer: str, method: str, arguments: tuple[object, ...], timeout_s: float) -> Any:
+    """Call a method of a worker through Ray, which can carry every ticket."""
+    try:
+        handle = ray.get_actor(peer, namespace=NAMESPACE)
+        return ray.get(getattr(handle, method).remote(*arguments), timeout=timeout_s)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, KVError):
+            raise error.cause from error
+        raise PeerLost(f"worker {peer} could not do it: {error.cause!r}") from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise PeerLost(f"worker {peer} did not answer within {timeout_s:.1f} s") from error
+    except (ray.exceptions.RayError, ValueError) as error:
+        raise PeerLost(f"worker {peer} is gone: {type(error).__name__}") from error

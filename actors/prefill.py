@@ -4,6 +4,10 @@ The engine thread says after each step how far a request's KV is valid; a publis
 checksums and publishes the new part and posts it to the decode worker, while the next step
 computes. The engine keeps a request's blocks until the request is reported finished, which
 is when no transport reads them any more.
+
+Every chunk has an owner (a request) and a lease. It is withdrawn when the peer has it or will
+never want it, when its request is given up, and at the latest when the lease runs out. A peer that
+cannot fetch a chunk asks for it ``again``, over the next rung of the ladder.
 """
 
 from __future__ import annotations
@@ -15,38 +19,66 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from actors.messages import Chunk, Delivery, HandoverEnd, HandoverFailed
-from kv.chunk import ChunkHeader, KVLayout, checksum
-from kv.errors import KVError
+import numpy as np
+
+from actors.messages import Again, Chunk, Delivery, HandoverEnd, HandoverFailed
+from actors.rungs import Rungs
+from kv.chunk import ChunkHeader, KVLayout, Run, checksum
+from kv.errors import KVError, PeerLost, TransferError
+from kv.ladder import cause_of
 from kv.paged import PagedCache
-from kv.transport import Ticket, Transport
+from kv.transport import Ticket
 
 logger = logging.getLogger(__name__)
 
-Post = Callable[[str, Delivery, Callable[[], None]], None]
-"""Send a delivery to the named peer; calls back once the peer is done with it, or is gone."""
+Post = Callable[[str, Delivery, Callable[[float | None], None]], None]
+"""Send a delivery to the named peer; calls back once the peer is done with it (with the seconds that its
+fetch took, None if there was none), or is gone (None)."""
 
 MAX_CHUNK_BYTES = 8 << 20
 """Larger ranges are split, so that several connections carry them and copies overlap."""
+HOLD_S = 5.0
+"""Engine blocks are held this long for a peer that has no room yet; then they are copied, and given back."""
+PARKING = "plasma"
+"""The transport that they are copied to, where the worker has it."""
+LEASE_S = 150.0
+COPY_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class _Published:
+    """A chunk that can be fetched. Guarded by the sender's lock."""
+
+    chunk: Chunk
+    blocks: Sequence[int]
+    publish_s: float
+    lease_until: float
+    tried: set[str]
+    holds: bool = True
+    """Whether the transport reads the engine's own blocks, which are kept for it."""
 
 
 @dataclass(slots=True)
 class _Outgoing:
     """A request being published.
 
-    What has been sent is counted by the publisher thread alone; ``unread``, ``tickets`` and
-    ``ended`` are guarded by the sender's lock.
+    What has been sent is counted by the publisher thread alone; everything else is guarded by the
+    sender's lock.
     """
 
     peer: str
+    lease_s: float = LEASE_S
     sent: int = 0
-    chunks: int = 0
+    count: int = 0
     nbytes: int = 0
     failed: bool = False
     unread: int = 0
-    tickets: dict[int, Ticket] = field(default_factory=dict)
-    """By chunk, until the peer needs it no longer. Holding one may hold the payload."""
+    """Payloads that read the engine's blocks."""
+    published: dict[int, _Published] = field(default_factory=dict)
+    """By chunk, until the peer needs it no longer. Holding its ticket may hold the payload."""
     ended: bool = False
+    reported: bool = False
+    """Whether the engine has its blocks back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +106,29 @@ class _Preempted:
     passed: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(frozen=True, slots=True)
+class _Abandoned:
+    """The gateway has given these requests up."""
+
+    request_ids: Collection[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """Look for leases that have run out and for blocks that are held for too long."""
+
+
+_Item = _Valid | _Finished | _Preempted | _Abandoned | _Sweep | None
+
+
 class Sender:
     """Publishes the KV of requests that are prefilled here and decoded elsewhere.
 
     Args:
+        name: this worker's, for peers that ask ``again``.
         cache: the engine's paged cache.
         layout: what goes in every chunk's header.
-        transport: where payloads are published.
+        rungs: where payloads are published.
         post: how deliveries reach the peer.
         wake: wakes the engine loop, called when ``take_finished`` has something new.
 
@@ -90,25 +138,27 @@ class Sender:
 
     def __init__(
         self,
+        name: str,
         cache: PagedCache,
         layout: KVLayout,
-        transport: Transport,
+        rungs: Rungs,
         post: Post,
         wake: Callable[[], None],
     ) -> None:
-        self._cache, self._layout, self._transport = cache, layout, transport
+        self._name, self._cache, self._layout, self._rungs = name, cache, layout, rungs
         self._post, self._wake = post, wake
         self._outgoing: dict[str, _Outgoing] = {}
-        self._queue: queue.SimpleQueue[_Valid | _Finished | _Preempted | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._finished: set[str] = set()
         self._quiet = threading.Condition(threading.RLock())
+        self.expired_leases = 0
         self._thread = threading.Thread(target=self._run, name="kv-publisher", daemon=True)
         self._thread.start()
 
-    def open(self, request_id: str, peer: str) -> None:
+    def open(self, request_id: str, peer: str, lease_s: float = LEASE_S) -> None:
         """Start a handover to ``peer``."""
         with self._quiet:
-            self._outgoing[request_id] = _Outgoing(peer)
+            self._outgoing[request_id] = _Outgoing(peer, lease_s)
 
     def valid(self, request_id: str, blocks: Sequence[int], end: int) -> None:
         """Tokens ``[0, end)`` of the request are valid in ``blocks``; publish what is new."""
@@ -144,15 +194,32 @@ class Sender:
         return finished
 
     def open_requests(self) -> Collection[str]:
-        """Return requests with a handover under way."""
+        """Return requests whose blocks are kept for their handover."""
         with self._quiet:
-            return list(self._outgoing)
+            return [request_id for request_id, outgoing in self._outgoing.items() if not outgoing.reported]
+
+    def owned_bytes(self) -> int:
+        """Return the bytes of all chunks that belong to a live request; any other live byte is an orphan."""
+        with self._quiet:
+            return sum(
+                entry.chunk.header.nbytes
+                for outgoing in self._outgoing.values()
+                for entry in outgoing.published.values()
+            )
+
+    def abandon(self, request_ids: Collection[str]) -> None:
+        """The gateway has given requests up: withdraw what is published for them. Never blocks."""
+        self._queue.put(_Abandoned(request_ids))
+
+    def sweep(self) -> None:
+        """Withdraw what has outlived its lease; free blocks held for too long. Never blocks."""
+        self._queue.put(_Sweep())
 
     def close(self) -> None:
         """Stop the publisher and release everything that was published."""
         self._queue.put(None)
         self._thread.join(timeout=5)
-        self._transport.close()
+        self._rungs.close()
 
     # -- publisher thread -----------------------------------------------------------------------
 
@@ -164,10 +231,13 @@ class Sender:
                 case _Finished():
                     self._end(item)
                 case _Preempted():
-                    for request_id in item.request_ids:
-                        if (outgoing := self._outgoing.get(request_id)) is not None:
-                            self._fail(request_id, outgoing, "prefill was preempted")
+                    self._give_up(item.request_ids, "prefill was preempted")
                     item.passed.set()
+                case _Abandoned():
+                    self._give_up(item.request_ids, "the request was aborted")
+                case _Sweep():
+                    self._expire()
+                    self._park()
 
     def _publish_new(self, valid: _Valid) -> None:
         outgoing = self._outgoing.get(valid.request_id)
@@ -175,38 +245,30 @@ class Sender:
             return
         try:
             for start, end in _pieces(outgoing.sent, valid.end, self._cache):
-                self._publish(valid.request_id, outgoing, valid.blocks, start, end)
+                self._publish_piece(valid.request_id, outgoing, valid.blocks, start, end)
         except Exception as error:
             logger.exception("request %s: publishing its KV failed", valid.request_id)
             self._fail(valid.request_id, outgoing, str(error) if isinstance(error, KVError) else repr(error))
 
-    def _publish(
+    def _publish_piece(
         self, request_id: str, outgoing: _Outgoing, blocks: Sequence[int], start: int, end: int
     ) -> None:
         size = self._cache.block_size
-        runs = self._cache.runs(blocks[start // size : self._cache.blocks_of(end)])
+        blocks = list(blocks[start // size : self._cache.blocks_of(end)])
+        runs = self._cache.runs(blocks)
         header = ChunkHeader(
             request_id=request_id,
             layout=self._layout,
-            index=outgoing.chunks,
+            index=outgoing.count,
             tokens=(start, end),
             layers=(0, self._cache.num_layers),
             checksums=tuple(checksum(run) for run in runs),
             nbytes=sum(run.nbytes for run in runs),
         )
-        with self._quiet:
-            outgoing.unread += 1
-        try:
-            ticket = self._transport.publish(runs, lambda: self._read(request_id, outgoing))
-        except BaseException:
-            self._read(request_id, outgoing)
-            raise
-        with self._quiet:
-            outgoing.tickets[header.index] = ticket
-        outgoing.sent, outgoing.chunks = end, outgoing.chunks + 1
+        entry = self._publish(request_id, outgoing, header, blocks, runs, "first", ())
+        outgoing.sent, outgoing.count = end, outgoing.count + 1
         outgoing.nbytes += header.nbytes
-        chunk = Chunk(header, ticket, time.monotonic())
-        self._post(outgoing.peer, chunk, lambda: self._withdraw(outgoing, [header.index]))
+        self._post(outgoing.peer, entry.chunk, lambda seconds: self._taken(outgoing, header.index, seconds))
 
     def _end(self, finished: _Finished) -> None:
         request_id = finished.request_id
@@ -215,45 +277,236 @@ class Sender:
             self._fail(request_id, outgoing, "prefill was aborted")
         elif not outgoing.failed:
             end = HandoverEnd(
-                request_id, outgoing.chunks, outgoing.sent, finished.first_token, outgoing.nbytes
+                request_id, outgoing.count, outgoing.sent, finished.first_token, outgoing.nbytes
             )
             self._post(outgoing.peer, end, _nothing)
         with self._quiet:
             outgoing.ended = True
-            self._report_if_read(request_id, outgoing)
+            self._settle(request_id, outgoing)
+
+    def _give_up(self, request_ids: Collection[str], reason: str) -> None:
+        for request_id in request_ids:
+            if (outgoing := self._outgoing.get(request_id)) is not None:
+                self._fail(request_id, outgoing, reason)
 
     def _fail(self, request_id: str, outgoing: _Outgoing, reason: str) -> None:
         """Tell the peer that the rest will not come, and withdraw what was published."""
-        if outgoing.failed:
-            return
-        outgoing.failed = True
-        self._post(outgoing.peer, HandoverFailed(request_id, reason), _nothing)
         with self._quiet:
-            published = list(outgoing.tickets)
-        self._withdraw(outgoing, published)
+            if outgoing.failed:
+                return
+            outgoing.failed = True
+            published = list(outgoing.published)
+        self._post(outgoing.peer, HandoverFailed(request_id, reason), _nothing)
+        for index in published:
+            self._withdraw(request_id, outgoing, index)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        with self._quiet:
+            expired = [
+                (request_id, outgoing, index)
+                for request_id, outgoing in self._outgoing.items()
+                for index, entry in outgoing.published.items()
+                if now > entry.lease_until
+            ]
+        for request_id, outgoing, index in expired:
+            logger.warning("request %s: the lease of chunk %d has run out", request_id, index)
+            self.expired_leases += 1
+            self._withdraw(request_id, outgoing, index)
+
+    def _park(self) -> None:
+        """Copy chunks whose peer has not taken them for long, so that the engine gets its blocks back.
+
+        Otherwise two workers that prefill for each other, and have no block left to receive into, would
+        wait for each other.
+        """
+        if PARKING not in self._rungs.transports:
+            return
+        now = time.monotonic()
+        with self._quiet:
+            held = [
+                (request_id, outgoing, entry)
+                for request_id, outgoing in self._outgoing.items()
+                for entry in outgoing.published.values()
+                if entry.holds and entry.chunk.rung != PARKING and now - entry.chunk.published_at > HOLD_S
+            ]
+        for request_id, outgoing, entry in held:
+            if PARKING not in self._rungs.order(outgoing.peer, entry.chunk.header.nbytes).rungs:
+                continue
+            try:
+                self._move(request_id, outgoing, entry, (PARKING,), "moved", "its peer had no room for it")
+            except TransferError as error:
+                logger.warning("request %s: its KV keeps its blocks: %s", request_id, error)
 
     # -- any thread -------------------------------------------------------------------------------
 
-    def _withdraw(self, outgoing: _Outgoing, chunks: Sequence[int]) -> None:
-        """Release chunks, unless they have been."""
-        for chunk in chunks:
-            with self._quiet:
-                ticket = outgoing.tickets.pop(chunk, None)
-            if ticket is not None:
-                self._transport.release(ticket)
+    def again(self, asked: Again) -> Chunk:
+        """Publish a chunk over the next rung, because its peer could not fetch it. Blocks while it is copied.
 
-    def _read(self, request_id: str, outgoing: _Outgoing) -> None:
+        Raises:
+            TransferError: the chunk is not published any more, or no rung is left.
+
+        """
+        with self._quiet:
+            outgoing = self._outgoing.get(asked.request_id)
+            entry = outgoing.published.get(asked.index) if outgoing is not None else None
+            if outgoing is None or entry is None:
+                raise PeerLost(f"chunk {asked.index} of request {asked.request_id} is not published any more")
+            if entry.chunk.rung != asked.rung:  # moved meanwhile
+                return entry.chunk
+            entry.tried.add(asked.rung)
+        self._rungs.broke(outgoing.peer, asked.rung, asked.cause, asked.detail)
+        choice = self._rungs.order(outgoing.peer, entry.chunk.header.nbytes)
+        left = tuple(rung for rung in choice.rungs if rung not in entry.tried)
+        if not left:
+            raise TransferError(f"no rung is left for chunk {asked.index}: {choice.reason}")
+        detail = f"{asked.rung}: {asked.detail}; {choice.reason}"
+        try:
+            return self._move(asked.request_id, outgoing, entry, left, asked.cause, detail)
+        except TransferError:
+            with self._quiet:
+                now = outgoing.published.get(asked.index)
+            if now is None or now is entry:
+                raise
+            return now.chunk  # it was moved at the same moment
+
+    def _publish(
+        self,
+        request_id: str,
+        outgoing: _Outgoing,
+        header: ChunkHeader,
+        blocks: Sequence[int],
+        runs: Sequence[Run],
+        cause: str,
+        rungs: Sequence[str],
+        reason: str = "",
+        ours: bool = True,
+        replaces: _Published | None = None,
+    ) -> _Published:
+        """Publish through the first rung that takes the payload, and enter it in ``outgoing.published``.
+
+        ``ours``: whether the runs are the engine's blocks, to be kept until the payload is read.
+        """
+        if not rungs:
+            choice = self._rungs.order(outgoing.peer, header.nbytes)
+            rungs, reason = choice.rungs, choice.reason
+        for rung in rungs:
+            began = time.monotonic()
+            entry = _Published(
+                Chunk(header, None, began, rung, self._name, 0.0, cause, reason),
+                blocks,
+                0.0,
+                began + outgoing.lease_s,
+                tried=set(),
+                holds=ours,
+            )
+            try:
+                ticket = self._publish_on(rung, request_id, outgoing, entry, runs)
+            except Exception as error:
+                cause = cause_of(error)
+                reason = f"{rung}: {error}; {reason}"
+                self._rungs.broke(outgoing.peer, rung, cause, str(error))
+                continue
+            published_at = time.monotonic()
+            timeout_s = self._rungs.deadline_s(outgoing.peer, rung, header.nbytes)
+            entry.publish_s = published_at - began
+            entry.chunk = Chunk(header, ticket, published_at, rung, self._name, timeout_s, cause, reason)
+            with self._quiet:
+                wanted = not outgoing.failed and outgoing.published.get(header.index) is replaces
+                if wanted:
+                    outgoing.published[header.index] = entry
+            if not wanted:
+                self._rungs.transport(rung).release(ticket)
+                raise PeerLost(f"chunk {header.index} of request {request_id} is not wanted any more")
+            return entry
+        raise TransferError(f"no rung takes chunk {header.index} of request {request_id}: {reason}")
+
+    def _publish_on(
+        self, rung: str, request_id: str, outgoing: _Outgoing, entry: _Published, runs: Sequence[Run]
+    ) -> Ticket:
+        def read() -> None:
+            self._read(request_id, outgoing, entry)
+
+        with self._quiet:
+            outgoing.unread += entry.holds
+        try:
+            return self._rungs.transport(rung).publish(runs, read)
+        except BaseException:
+            read()
+            raise
+
+    def _move(
+        self,
+        request_id: str,
+        outgoing: _Outgoing,
+        entry: _Published,
+        rungs: Sequence[str],
+        cause: str,
+        reason: str,
+    ) -> Chunk:
+        """Publish a chunk through another rung, from the engine's blocks or else from what is published."""
+        header = entry.chunk.header
+        with self._quiet:
+            ours = not outgoing.reported and not outgoing.failed
+            outgoing.unread += ours  # the blocks stay while we publish from them
+        try:
+            if ours:
+                runs = self._cache.runs(entry.blocks)
+            else:
+                runs = [np.empty(self._cache.block_nbytes, np.uint8) for _ in header.checksums]
+                old = entry.chunk
+                self._rungs.transport(old.rung).fetch(old.ticket, runs, COPY_TIMEOUT_S)
+                header.verify(runs)
+            moved = self._publish(
+                request_id, outgoing, header, entry.blocks, runs, cause, rungs, reason, ours, entry
+            )
+            moved.tried |= entry.tried
+        finally:
+            if ours:
+                with self._quiet:
+                    outgoing.unread -= 1
+                    self._settle(request_id, outgoing)
+        self._rungs.transport(entry.chunk.rung).release(entry.chunk.ticket)
+        return moved.chunk
+
+    def _taken(self, outgoing: _Outgoing, index: int, seconds: float | None) -> None:
+        """The peer needs a chunk no longer, or cannot be reached."""
+        with self._quiet:
+            entry = outgoing.published.get(index)
+        if entry is None:
+            return
+        chunk = entry.chunk
+        if seconds is not None:
+            self._rungs.took(outgoing.peer, chunk.rung, chunk.header.nbytes, entry.publish_s + seconds)
+        self._withdraw(chunk.header.request_id, outgoing, index)
+
+    def _withdraw(self, request_id: str, outgoing: _Outgoing, index: int) -> None:
+        """Release a chunk, unless it has been."""
+        with self._quiet:
+            entry = outgoing.published.pop(index, None)
+        if entry is not None:
+            self._rungs.transport(entry.chunk.rung).release(entry.chunk.ticket)
+            with self._quiet:
+                self._settle(request_id, outgoing)
+
+    def _read(self, request_id: str, outgoing: _Outgoing, entry: _Published) -> None:
         """A transport has read a chunk and needs the engine's memory no longer."""
         with self._quiet:
-            outgoing.unread -= 1
-            self._quiet.notify_all()
-            self._report_if_read(request_id, outgoing)
+            outgoing.unread -= entry.holds
+            entry.holds = False
+            self._settle(request_id, outgoing)
 
-    def _report_if_read(self, request_id: str, outgoing: _Outgoing) -> None:
-        """Under the lock: give the blocks back once the request has ended and all of it is read."""
-        if outgoing.ended and not outgoing.unread and self._outgoing.pop(request_id, None) is not None:
+    def _settle(self, request_id: str, outgoing: _Outgoing) -> None:
+        """Under the lock: of an ended request, give the blocks back once all is read; then forget it."""
+        self._quiet.notify_all()
+        if not outgoing.ended:
+            return
+        if not outgoing.unread and not outgoing.reported:
+            outgoing.reported = True
             self._finished.add(request_id)
             self._wake()
+        if outgoing.reported and not outgoing.published and self._outgoing.get(request_id) is outgoing:
+            del self._outgoing[request_id]
 
 
 def _pieces(start: int, end: int, cache: PagedCache) -> Iterator[tuple[int, int]]:
@@ -265,5 +518,5 @@ def _pieces(start: int, end: int, cache: PagedCache) -> Iterator[tuple[int, int]
         start += step
 
 
-def _nothing() -> None:
+def _nothing(seconds: float | None) -> None:
     pass

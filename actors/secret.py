@@ -33,4 +33,4 @@ def data_plane_key(purpose: bytes = PURPOSE) -> bytes:
         token = path.read_text().strip()
         if not token:
             raise WorkerError(f"workers need the cluster's secret, and {path} is empty")
-    return hmac.digest(token.encode(), PURPOSE, "sha256")
+    return hmac.digest(token.encode(), purpose, "sha256")

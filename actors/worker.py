@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from actors.fingerprint import model_files
 from actors.link import Link, register
 from actors.messages import (
     Abort,
+    Again,
     Announce,
     Chunk,
     Delivery,
@@ -35,6 +36,7 @@ from actors.messages import (
     Hello,
     ModelFiles,
     OutputBatch,
+    Probe,
     ReceiveFrom,
     Submit,
     Taken,
@@ -42,13 +44,12 @@ from actors.messages import (
     WorkerSpec,
     WorkerStats,
 )
-from actors.peers import Peers, plain
+from actors.peers import OnTaken, Peers
+from actors.rungs import Rungs
 from actors.secret import CHANNEL_PURPOSE, data_plane_key
+from actors.transports import make_transports
 from cluster.fake import FAKE
-from kv.chunk import KVLayout
-from kv.nixl import NixlTransport
-from kv.plasma import PlasmaTransport
-from kv.tcp import TcpTransport
+from kv.ladder import PROBE_SIZES
 from kv.transport import Transport
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
 CALL_TIMEOUT_S = 60.0
+PROBED_S = 15.0
+"""A worker that is being connected measures the ways to its peers for this long, then it serves."""
 TOLD_WITHIN_S = 0.5
 """A worker whose engine died ends this long after it has told its gateways."""
 
@@ -112,15 +115,29 @@ class Worker:
         assert self._info is not None
         return self._info
 
-    async def connect(self, peers: list[tuple[str, KVLayout]]) -> None:
-        """Check that KV caches can be exchanged with these workers.
+    async def connect(self, peers: list[WorkerInfo]) -> list[str]:
+        """Check that KV caches can be exchanged with these workers, and measure the way to those that decode.
+
+        Returns a line for each of those: which transports there are, and what they cost.
 
         Raises:
             LayoutMismatch: naming the first field that differs, with both values.
 
         """
-        for _, layout in peers:
-            self._link_now().layout.require_equal(layout)
+        link = self._link_now()
+        for peer in peers:
+            link.layout.require_equal(peer.layout)
+        ways = [peer for peer in peers if (self._spec.role, peer.role) == ("prefill", "decode")]
+        for peer in ways:
+            link.rungs.meet(peer.name, peer.node, peer.transports)
+        if ways:  # what takes longer goes on behind our back
+            await asyncio.wait(
+                [asyncio.create_task(asyncio.to_thread(link.rungs.probe_due))], timeout=PROBED_S
+            )
+        return [
+            f"KV from {self._spec.name} to {peer.name}, {link.rungs.order(peer.name, PROBE_SIZES[1]).reason}"
+            for peer in ways
+        ]
 
     async def check(self) -> None:
         """Raise if the engine is not able to serve."""
@@ -134,7 +151,9 @@ class Worker:
     async def stats(self) -> WorkerStats:
         """Return counters and gauges of this worker."""
         link = self._link_now()
-        chunks, nbytes = link.transport.live()
+        owned = link.sender.owned_bytes()
+        chunks, nbytes = link.rungs.live()
+        tally = link.rungs.tally
         engine_requests, blocks = self._engine.held()
         return WorkerStats(
             requests=len(self._clients),
@@ -144,7 +163,12 @@ class Worker:
             receiving=link.receiver.waiting(),
             live_chunks=chunks,
             live_bytes=nbytes,
+            orphan_bytes=max(0, nbytes - owned),
+            expired_leases=link.sender.expired_leases,
             steps=self._engine.steps,
+            taken_chunks={" ".join(key): count for key, count in tally.chunks.copy().items()},
+            taken_bytes=dict(tally.nbytes.copy()),
+            rates={" ".join(key): rate for key, rate in link.rungs.rates().items()},
         )
 
     async def reset_prefix_cache(self) -> bool:
@@ -170,15 +194,31 @@ class Worker:
 
     # -- requests -----------------------------------------------------------------------------
 
-    async def deliver(self, delivery: Delivery) -> None:
-        """Take a delivery whose ticket only Ray can carry; returns once its payload is done with."""
-        done = asyncio.Event()
+    async def deliver(self, delivery: Delivery) -> float | None:
+        """Take a delivery whose ticket only Ray can carry; returns once its payload is done with.
 
-        def taken() -> None:
-            self._loop.call_soon_threadsafe(done.set)
+        Returns the seconds that its fetch took, None if there was none.
+        """
+        done: asyncio.Future[float | None] = self._loop.create_future()
+
+        def taken(seconds: float | None) -> None:
+            self._loop.call_soon_threadsafe(_answer, done, seconds)
 
         self._link_now().receiver.deliver(delivery, taken)
-        await done.wait()  # bounded by the receiver's deadlines
+        return await done  # bounded by the receiver's deadlines
+
+    async def again(self, asked: Again) -> Chunk:
+        """Publish a chunk over another rung, because the worker that asks could not fetch it.
+
+        Raises:
+            TransferError: it is not published any more, or no rung is left.
+
+        """
+        return await asyncio.to_thread(self._link_now().sender.again, asked)
+
+    async def probe(self, probe: Probe, timeout_s: float) -> float:
+        """Fetch what a peer published to measure a rung; return the seconds it took."""
+        return await asyncio.to_thread(self._link_now().rungs.answer, probe, timeout_s)
 
     def _accepted(self, channel: Channel) -> None:
         channel.open(partial(self._take, channel), partial(self._gone, channel))
@@ -193,7 +233,7 @@ class Worker:
             case Abort(request_ids):
                 self._abort(request_ids)
             case Announce(number, delivery):
-                self._link_now().receiver.deliver(delivery, lambda: channel.send(Taken(number)))
+                self._link_now().receiver.deliver(delivery, lambda took: channel.send(Taken(number, took)))
             case _:
                 logger.warning("a message of an unknown kind came: %s", type(message).__name__)
 
@@ -234,9 +274,10 @@ class Worker:
         for request_id in request_ids:
             self._forget(request_id)
         self._engine.call(lambda core: core.abort_requests(list(request_ids)))
-        receiver = self._link_now().receiver
+        link = self._link_now()
+        link.sender.abandon(request_ids)  # of one that is prefilled, chunks may still wait for decode
         for request_id in request_ids:  # one that the engine never saw may have chunks waiting
-            self._engine.call(partial(_close, receiver, request_id))
+            self._engine.call(partial(_close, link.receiver, request_id))
 
     # -- engine thread ------------------------------------------------------------------------
 
@@ -246,16 +287,16 @@ class Worker:
 
         link = self._link_now()
         for client, batch in outputs.items():
-            marks, kv_bytes = {}, {}
+            marks, handed = {}, {}
             for output in batch.outputs:
                 if taken := link.marks.close(output.request_id):
                     marks[output.request_id] = (*taken, ("output", time.monotonic()))
-                    if (end := link.receiver.ended(output.request_id)) is not None:
-                        kv_bytes[output.request_id] = end.nbytes
+                    if (how := link.receiver.handed(output.request_id)) is not None:
+                        handed[output.request_id] = how
                 if output.finished:
                     self._loop.call_soon_threadsafe(self._forget, output.request_id)
             if batch.outputs:
-                self._put(client, OutputBatch(encode_outputs(batch), marks=marks, kv_bytes=kv_bytes))
+                self._put(client, OutputBatch(encode_outputs(batch), marks=marks, handed=handed))
 
     def died(self, error: BaseException) -> None:
         """See ``engine.Outputs``: an engine cannot be mended, so the process ends and Ray starts another."""
@@ -266,13 +307,16 @@ class Worker:
         from vllm.transformers_utils.repo_utils import get_model_path
 
         assert self._listener is not None
+        assert self._peers is not None
         path = Path(self._spec.model)
         path = path if path.is_dir() else Path(get_model_path(self._spec.model))
         self._files = model_files(path, weights_needed=FAKE not in self._spec.engine)
         link = Link(
+            self._spec.name,
             self._files.digest,
-            make_transport(self._spec.transport),
+            Rungs(self._transports(), self._node, self._peers.probe),
             self._post,
+            self._peers.again,
             self._engine.wake,
             self._handover_failed,
         )
@@ -289,12 +333,15 @@ class Worker:
             layout=link.layout,
             max_model_len=core.vllm_config.model_config.max_model_len,
             kv_blocks=core.vllm_config.cache_config.num_gpu_blocks or 0,
-            transport=link.transport.name,
+            transports=link.rungs.names,
             address=self._listener.address,
         )
         return core
 
     # -- helpers ------------------------------------------------------------------------------
+
+    def _transports(self) -> Mapping[str, Transport]:
+        return make_transports(self._spec)
 
     def _handover_failed(self, request_id: str, reason: str) -> None:
         """Any thread: end the request here and tell its gateway, which decides what to try next."""
@@ -309,14 +356,13 @@ class Worker:
         self._engine.call(partial(_close, self._link_now().receiver, request_id))
         self._loop.call_soon_threadsafe(give_up)
 
-    def _post(self, peer: str, delivery: Delivery, taken: Callable[[], None]) -> None:
+    def _post(self, peer: str, delivery: Delivery, taken: OnTaken) -> None:
         """Any thread: send a delivery to another worker."""
         assert self._peers is not None
-        send = (
-            self._peers.post
-            if plain(delivery, self._link_now().transport.plain_tickets)
-            else self._peers.call
+        plain = (
+            not isinstance(delivery, Chunk) or self._link_now().rungs.transport(delivery.rung).plain_tickets
         )
+        send = self._peers.post if plain else self._peers.call
         send(peer, delivery, taken)
 
     def _undelivered(self, delivery: Delivery, reason: str) -> None:
@@ -342,9 +388,19 @@ class Worker:
         return self._link
 
     async def _sweep(self) -> None:
+        probing: asyncio.Task[None] | None = None
         while True:
             await asyncio.sleep(SWEEP_S)
-            self._link_now().receiver.sweep()
+            link = self._link_now()
+            link.receiver.sweep()
+            link.sender.sweep()
+            if probing is None or probing.done():
+                probing = asyncio.create_task(asyncio.to_thread(link.rungs.probe_due))
+
+
+def _answer(done: asyncio.Future[float | None], seconds: float | None) -> None:
+    if not done.done():  # whoever asked may be gone
+        done.set_result(seconds)
 
 
 def _close(receiver: Receiver, request_id: str, core: object) -> None:
@@ -360,20 +416,3 @@ ENGINE_ENV = {
     "MALLOC_ARENA_MAX": "1",
 }
 """Environment that a worker's process starts with."""
-
-
-def make_transport(name: str) -> Transport:
-    """Return the transport of that name."""
-    if name == "plasma":
-        return PlasmaTransport()
-    if name == "tcp":
-        return TcpTransport(ray.util.get_node_ip_address(), data_plane_key())
-    if name == "nixl":
-        try:
-            return NixlTransport(ray.util.get_node_ip_address())
-        except ImportError as error:
-            raise WorkerError(
-                f"transport: nixl needs NIXL on every node, and it cannot be imported ({error}): "
-                f"pip install 'handoff[nixl]', or choose transport: tcp"
-            ) from error
-    raise WorkerError(f"unknown transport {name!r}; there are: nixl, plasma, tcp")

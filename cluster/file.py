@@ -143,6 +143,17 @@ class S3(_Model):
     connections: Annotated[int, Field(ge=1, le=64)] = 8
 
 
+class Recompute(_Model):
+    """How many prompt tokens decode workers may prefill for themselves, after handovers that failed.
+
+    It protects the requests that they are decoding. Per gateway replica; beyond it clients get 503.
+    tokens_per_s: sustained. burst_s: this many seconds' worth may come at once.
+    """
+
+    tokens_per_s: Annotated[float, Field(gt=0)] = 10_000
+    burst_s: Annotated[float, Field(gt=0)] = 10
+
+
 @dataclass(frozen=True)
 class Node:
     """One node of the file: its name (`GROUP-INDEX`), its group's name and settings."""
@@ -157,16 +168,18 @@ class ClusterFile(_Model):
 
     model: a local path (absolute once loaded) or a hub id. engine: vLLM arguments, passed on unchanged;
     a mapping under `fake` turns the fake engine on (`cluster/fake.py`).
-    transport: how KV moves from prefill to decode workers: directly (tcp, nixl), or through Ray (plasma).
-    s3: the object store that backs it up; none unless set.
+    transport: how KV moves from prefill to decode workers: `auto` measures the ways there are and takes the
+    fastest that works; otherwise only the one that is named: directly (tcp, nixl), or through Ray (plasma).
+    s3: the bucket that they go through when no direct way works; none unless set.
     """
 
     name: Name = "handoff"
     model: str
     served_model_name: str | None = None
     engine: Mapping[str, Any] = {}
-    transport: Literal["tcp", "plasma", "nixl"] = "tcp"
+    transport: Literal["auto", "tcp", "plasma", "nixl"] = "auto"
     s3: S3 | None = None
+    recompute: Recompute = Recompute()
     gateway: Gateway = Gateway()
     nodes: Annotated[Mapping[Name, NodeGroup], Field(min_length=1)]
     workers: Workers = Workers()

@@ -61,6 +61,7 @@ def _serve_gateway(file: ClusterFile, workers: list[PlacedWorker], progress: Pro
         served_name=name,
         engine=dict(file.engine),
         workers=tuple(worker.info.name for worker in workers),
+        recompute=(file.recompute.tokens_per_s, file.recompute.burst_s),
     )
     progress("starting the gateway")
     serve.start(proxy_location="Disabled")  # replicas listen themselves; see deployments/gateway.py

@@ -17,9 +17,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 
 from actors.frames import decode_outputs, encode_request
-from actors.messages import OutputBatch, ReceiveFrom, SendTo, WorkerStats
+from actors.messages import Handed, OutputBatch, ReceiveFrom, SendTo, WorkerStats
 from deployments import split
-from deployments.errors import NoWorker, RequestLost
+from deployments.budget import Budget
+from deployments.errors import NoWorker, Overloaded, RequestLost
 from deployments.ledger import Record
 from deployments.router import Route, WorkerLoad, route
 from deployments.split import Mode
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 HANDOVER_TIMEOUT_S = 120.0
+LEASE_SLACK_S = 30.0
+"""What prefill has published outlives the time in which decode must have it by this."""
 
 
 @dataclass(slots=True)
@@ -77,6 +80,7 @@ class Dispatcher:
         seeded_alone: longest prompt that one engine samples with a seed by itself. vLLM's CPU
             engine dies of a seeded prompt that it computes in several steps; divided requests
             are safe, because decode computes one prompt token.
+        budget: of prompt tokens that decode workers may compute because a handover failed; None: no limit.
 
     """
 
@@ -85,10 +89,16 @@ class Dispatcher:
         deliver: Callable[[list[EngineCoreOutput]], list[str]],
         fail: Callable[[str, Exception], None],
         seeded_alone: int | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self._deliver, self._fail, self._seeded_alone = deliver, fail, seeded_alone
+        self.budget = budget
         self._workers: dict[str, WorkerClient] = {}
         self._flights: dict[str, Flight] = {}
+
+    def workers(self) -> list[WorkerClient]:
+        """Return all workers, alive or not."""
+        return list(self._workers.values())
 
     def add_worker(self, worker: WorkerClient) -> None:
         """Make a connected worker available to the router."""
@@ -144,8 +154,8 @@ class Dispatcher:
             for output in decode_outputs(batch.frame).outputs:
                 if (flight := self._flight(output.request_id)) is not None:
                     marks = batch.marks.get(output.request_id, ())
-                    kv_bytes = batch.kv_bytes.get(output.request_id)
-                    ready.extend(self._advance(flight, worker, output, marks, kv_bytes, received))
+                    handed = batch.handed.get(output.request_id)
+                    ready.extend(self._advance(flight, worker, output, marks, handed, received))
         if ready:
             self.abort(self._deliver(ready))
         for engine_id, reason in batch.failures.items():
@@ -182,7 +192,7 @@ class Dispatcher:
             decode_worker=where.decode,
             prefill_node=prefill.info.node,
             decode_node=decode.info.node,
-            transport=decode.info.transport if flight.divided else None,
+            transport=None,
             attempts=flight.attempt + 1,
         )
         whole = split.continued(flight.request, flight.emitted)
@@ -192,7 +202,8 @@ class Dispatcher:
         assert whole.prompt_token_ids is not None
         first_token = where.mode is Mode.FIRST_TOKEN
         receive = ReceiveFrom(where.prefill, len(whole.prompt_token_ids), first_token, HANDOVER_TIMEOUT_S)
-        self._send(flight, prefill, split.prefill_part(whole, where.mode), SendTo(where.decode))
+        send = SendTo(where.decode, HANDOVER_TIMEOUT_S + LEASE_SLACK_S)
+        self._send(flight, prefill, split.prefill_part(whole, where.mode), send)
         self._send(flight, decode, split.decode_part(whole, where.mode), receive)
 
     def _send(
@@ -212,7 +223,7 @@ class Dispatcher:
         worker: WorkerClient,
         output: EngineCoreOutput,
         marks: tuple[tuple[str, float], ...],
-        kv_bytes: int | None,
+        handed: Handed | None,
         received: float,
     ) -> list[EngineCoreOutput]:
         """Take one output of one worker; return what can be passed on, in order."""
@@ -222,8 +233,12 @@ class Dispatcher:
             peer = self._workers[flight.route.prefill].clock_offset
             flight.record.note_worker(role, marks, worker.clock_offset, peer)
             flight.record.note("first_token" if from_prefill else "decode_token", received)
-            if kv_bytes is not None:
-                flight.record.facts["kv_bytes"] = kv_bytes
+            if handed is not None:
+                flight.record.facts.update(
+                    kv_bytes=handed.nbytes,
+                    transport="+".join(handed.rungs) or "cached",
+                    transport_reason=handed.reason or "decode had all of the prompt's KV cached",
+                )
         if from_prefill:
             self._end_prefill(flight, worker)
             if not flight.divided:
@@ -300,15 +315,39 @@ class Dispatcher:
             return
         flight.attempt += 1
         try:
-            flight.route = route(self._loads(), Mode.UNDIVIDED, f"after a failure: {reason}")
+            flight.route = self._alone(flight, f"after a failure: {reason}")
         except NoWorker as error:
             self._fail(request_id, error)
+            return
+        if (wait_s := self._over_budget(flight)) > 0:
+            self._fail(
+                request_id,
+                Overloaded(
+                    f"{reason}; computing the prompt on {flight.route.decode} instead would slow the "
+                    f"requests that it decodes; try again in {wait_s:.1f} s",
+                    wait_s,
+                ),
+            )
             return
         if (why := self._unsafe(flight)) is not None:
             self._fail(request_id, RequestLost(f"{reason}; {why}"))
             return
         logger.warning("request %s: %s; trying again on %s", request_id, reason, flight.route.decode)
         self._launch(flight)
+
+    def _alone(self, flight: Flight, reason: str) -> Route:
+        """Where to compute everything: the decode worker that it was routed to, unless that one is lost."""
+        name = flight.route.decode
+        worker = self._workers[name]
+        if worker.alive and worker.info.role == "decode":
+            return Route(name, name, Mode.UNDIVIDED, reason)
+        return route(self._loads(), Mode.UNDIVIDED, reason)
+
+    def _over_budget(self, flight: Flight) -> float:
+        """Take the prompt from the budget; return how long to wait if there is none left."""
+        if self.budget is None or self._workers[flight.route.decode].info.role != "decode":
+            return 0.0
+        return self.budget.spend(len(flight.request.prompt_token_ids or ()) + len(flight.emitted))
 
     def _unsafe(self, flight: Flight) -> str | None:
         """Say why an undivided request must not run, if it must not."""

@@ -29,6 +29,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from cluster.fake import FAKE
 from deployments.dispatch import Dispatcher
+from deployments.errors import Overloaded
 from deployments.ledger import Ledger, Record, current
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,9 @@ class ClusterEngineClient(EngineClient):
                 finished = output.finished
                 record.passed += sum(len(part.token_ids) for part in output.outputs)
                 yield output
+        except Overloaded as error:
+            record.facts["retry_after_s"] = error.retry_after_s
+            raise
         finally:
             if not finished:
                 await self.abort(request.request_id, internal=True)

@@ -3,6 +3,7 @@
 ServingError
 ├── StartError          the application could not be brought up; says what to change
 ├── NoWorker            no worker is alive that could take the request; clients see 503
+├── Overloaded          recomputing after a failed handover would slow running requests; 503, with Retry-After
 └── RequestLost         a request failed on every worker that was tried
 """
 
@@ -24,6 +25,20 @@ class NoWorker(ServingError, GracefulHTTPError):
 
     def __init__(self, message: str) -> None:
         GracefulHTTPError.__init__(self, message, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+class Overloaded(ServingError, GracefulHTTPError):
+    """A prompt would have to be computed again, beyond what decode workers may spend on that.
+
+    Args:
+        message: for people.
+        retry_after_s: when there is a budget again.
+
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        GracefulHTTPError.__init__(self, message, HTTPStatus.SERVICE_UNAVAILABLE)
+        self.retry_after_s = retry_after_s
 
 
 class RequestLost(ServingError):

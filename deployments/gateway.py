@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import socket
 from argparse import Namespace
@@ -27,9 +28,11 @@ from actors.engine import engine_config
 from actors.messages import WorkerInfo
 from actors.peers import NAMESPACE
 from actors.secret import CHANNEL_PURPOSE, data_plane_key
+from deployments.budget import Budget
 from deployments.engine_client import TASKS, ClusterEngineClient
 from deployments.errors import StartError
 from deployments.ledger import Record, current
+from deployments.metrics import WorkerMetrics
 from deployments.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,8 @@ class GatewaySpec:
         served_name: the model's name in the API.
         engine: vLLM engine options, for limits such as ``max_model_len``.
         workers: names of the worker actors.
+        recompute: prompt tokens per second that decode workers may compute after failed handovers, and
+            for how many seconds' worth at once.
 
     """
 
@@ -55,6 +60,7 @@ class GatewaySpec:
     served_name: str
     engine: dict[str, Any]
     workers: tuple[str, ...]
+    recompute: tuple[float, float]
 
 
 class Gateway:
@@ -63,6 +69,9 @@ class Gateway:
     def __init__(self, spec: GatewaySpec) -> None:
         self._spec = spec
         self._engine = ClusterEngineClient(engine_config(spec.model, spec.engine))
+        self._engine.dispatcher.budget = Budget(*spec.recompute)
+        self._metrics = WorkerMetrics(self._engine.dispatcher.workers)
+        self._polling: asyncio.Task[None] | None = None
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -84,6 +93,8 @@ class Gateway:
             worker = WorkerClient(handle, info, client, key, dispatcher.on_batch, dispatcher.on_lost)
             await worker.connect()
             dispatcher.add_worker(worker)
+        self._metrics.register()
+        self._polling = asyncio.create_task(self._metrics.poll(), name="worker metrics")
 
     async def _build_app(self) -> Any:
         """Build vLLM's application around our engine."""
@@ -180,7 +191,11 @@ def ledger_routes(engine: ClusterEngineClient) -> APIRouter:
 
 
 class LedgerMiddleware:
-    """Notes when a request arrived and when its first token left; gives every request an id."""
+    """Notes when a request arrived and when its first token left; gives every request an id.
+
+    The head of a response waits for the first piece of its body, so that it can tell where the request
+    went: until then nobody knows.
+    """
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
@@ -198,11 +213,30 @@ class LedgerMiddleware:
         record.note("arrived")
         current.set(record)
 
+        head: Any = None
+
         async def noting(message: Any) -> None:
+            nonlocal head
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            elif message.get("body"):
+                head = message
+                return
+            if message.get("body"):
                 record.note_sent()
+            if head is not None:
+                head["headers"] = [*head.get("headers", ()), *extra_headers(record)]
+                waiting, head = head, None
+                await send(waiting)
             await send(message)
 
         await self.app(scope, receive, noting)
+
+
+def extra_headers(record: Record) -> list[tuple[bytes, bytes]]:
+    """Return the headers that tell a request's id, where it went, and when to try again."""
+    headers = [(b"x-request-id", record.request_id.encode())]
+    if (path := record.path()) is not None:
+        headers.append((b"x-handoff-path", path.encode("ascii", "replace")))
+    wait_s = record.facts.get("retry_after_s")
+    if isinstance(wait_s, float):
+        headers.append((b"retry-after", str(max(1, math.ceil(wait_s))).encode()))
+    return headers

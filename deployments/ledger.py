@@ -35,6 +35,7 @@ HANDOVER_CHAIN = (
 """Stages from the end of prefill to decode's first token at the gateway."""
 
 KEPT = 2048
+PATH_CHARACTERS = 400
 
 
 @dataclass(slots=True)
@@ -53,6 +54,20 @@ class Record:
     moments: dict[str, float] = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
     passed: int = 0
+
+    def path(self) -> str | None:
+        """Return on one line where the request went, by which transport and why; None until it is routed."""
+        facts = self.facts
+        prefill, decode, how = (facts.get(key) for key in ("prefill_worker", "decode_worker", "transport"))
+        if decode is None:
+            return None
+        if prefill == decode:
+            told = f"{decode}; undivided; {facts.get('reason')}"
+        elif how is None:
+            told = f"{prefill}>{decode}; under way; {facts.get('reason')}"
+        else:
+            told = f"{prefill}>{decode}; {how}; {facts.get('transport_reason')}"
+        return " ".join(told.split())[:PATH_CHARACTERS]
 
     def note_sent(self) -> None:
         """Note that a piece of the response leaves now, with every token that has been passed."""

@@ -20,6 +20,7 @@ from cluster.file import ClusterFile
 from cluster.nodes import snapshot
 from cluster.placement import Placement, WorkerAsk, place
 from deployments.errors import StartError
+from kv.bucket import S3Settings
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +65,18 @@ def start_workers(file: ClusterFile, progress: Progress) -> list[PlacedWorker]:
                 model=file.model_on(placement.node_name),
                 engine=file.engine_for(ask.role, placement.node_name),
                 transport=file.transport,
+                s3=None if file.s3 is None else S3Settings(**file.s3.model_dump()),
             )
             handles[ask.name] = _create(spec, ask, placement)
             progress(f"{ask.name} goes to node {placement.node_name}")
         infos = _wait_started(handles, progress)
         require_same(infos)
-        layouts = [(info.name, info.layout) for info in infos]
-        ray.get(
-            [handles[name].connect.remote([p for p in layouts if p[0] != name]) for name in handles],
+        ways = ray.get(
+            [handles[name].connect.remote([p for p in infos if p.name != name]) for name in handles],
             timeout=60,
         )
+        for way in (line for lines in ways for line in lines):
+            progress(way)
     except BaseException:
         stop_workers(list(handles.values()))
         raise

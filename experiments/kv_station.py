@@ -27,11 +27,14 @@ import numpy as np
 from actors import prefill
 from actors.decode import Receiver, Target
 from actors.marks import Marks
-from actors.messages import Delivery
+from actors.messages import Again, Chunk, Delivery
+from actors.peers import OnTaken
 from actors.prefill import Sender
+from actors.rungs import Rungs
 from experiments import netns
 from experiments.kv_baselines import Plain, RayWhole, TorchSave, dumps
 from kv.chunk import KVLayout, checksum
+from kv.errors import TransferError
 from kv.paged import PagedCache
 from kv.transport import Transport
 
@@ -197,6 +200,7 @@ class SendingEnd(End):
     def __init__(self, peer: Connection, side: Connection, place: Place) -> None:
         super().__init__(peer, side, place)
         self._senders: dict[str, Sender] = {}
+        self._rungs: dict[str, Rungs] = {}
         self._done: dict[int, Callable[[], None]] = {}
         self._posted = 0
         self._lock = threading.Condition()
@@ -209,7 +213,9 @@ class SendingEnd(End):
         if transport not in self._senders:
             made = TRANSPORTS[transport](self.place)
             made.register(self.cache.memory())
-            self._senders[transport] = Sender(self.cache, self.layout, made, self._post, _nothing)
+            rungs = Rungs({transport: made})
+            self._senders[transport] = Sender("sender", self.cache, self.layout, rungs, self._post, _nothing)
+            self._rungs[transport] = rungs
             if len(self._senders) == 1:
                 threading.Thread(target=self._acknowledged, daemon=True).start()
 
@@ -238,7 +244,7 @@ class SendingEnd(End):
                 raise TimeoutError(f"{transport} did not end {sender.open_requests()} in {WAIT_S:g} s")
             time.sleep(0.001)
         sender.take_finished()
-        if spare := sender._transport.live()[0]:
+        if spare := self._rungs[transport].live()[0]:
             raise RuntimeError(f"{transport} still holds {spare} payloads of a transfer that has ended")
         return began, spent
 
@@ -254,11 +260,11 @@ class SendingEnd(End):
             if not self._lock.wait_for(condition, WAIT_S):
                 raise TimeoutError(f"{self._unread} bytes are still to be fetched after {WAIT_S:g} s")
 
-    def _post(self, _: str, delivery: Delivery, done: Callable[[], None]) -> None:
+    def _post(self, _: str, delivery: Delivery, done: OnTaken) -> None:
         nbytes = delivery.header.nbytes if hasattr(delivery, "header") else 0
 
         def read() -> None:
-            done()
+            done(None)
             with self._lock:
                 self._unread -= nbytes
                 self._lock.notify_all()
@@ -298,7 +304,13 @@ class ReceivingEnd(End):
             made = TRANSPORTS[transport](self.place)
             made.register(self.cache.memory())
             self._receivers[transport] = Receiver(
-                self.cache, self.layout, made, Marks(), self._woken, self._on_failed
+                self.cache,
+                self.layout,
+                Rungs({transport: made}),
+                Marks(),
+                self._woken,
+                _no_other,
+                self._on_failed,
             )
             if len(self._receivers) == 1:
                 threading.Thread(target=self._delivered, daemon=True).start()
@@ -359,13 +371,17 @@ class ReceivingEnd(End):
             assert self._current is not None
             self._current.deliver(delivery, partial(self._acknowledge, number))
 
-    def _acknowledge(self, number: int) -> None:
+    def _acknowledge(self, number: int, _: float | None) -> None:
         with self._sending:
             self._peer.send_bytes(number.to_bytes(8, "big"))
 
 
 def _nothing() -> None:
     pass
+
+
+def _no_other(source: str, asked: Again, timeout_s: float) -> Chunk:
+    raise TransferError("only one transport is measured at a time")
 
 
 def _forever(blocks: list[int]) -> Iterator[int]:

@@ -28,7 +28,7 @@ SWITCH = 1.5
 """Another rung must be this much faster to take the place of the one in use."""
 PATIENCE, MIN_DEADLINE_S, MAX_DEADLINE_S = 20.0, 5.0, 30.0
 """A transfer may take this many times what is expected, within these bounds."""
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 PROBE_WITHIN_S = 10.0
 """How long a probe may take; another is not asked for meanwhile."""
 

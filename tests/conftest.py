@@ -17,6 +17,14 @@ def s3(request: pytest.FixtureRequest) -> Iterator[S3Server]:
         yield server
 
 
+@pytest.fixture
+def own(s3: S3Server) -> S3Server:
+    """The server, where it is ours to stop."""
+    if s3.kind == "external":
+        pytest.skip("the server is not ours to stop; unset HANDOFF_S3_ENDPOINT to have one that is")
+    return s3
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """A stand-in is not the real thing, and the summary says so."""
     if config.stash.get(STOOD_IN, False):

@@ -15,6 +15,7 @@ from actors.engine import add_request, build_core
 from actors.fake_kv import continuation
 from actors.fingerprint import model_files
 from actors.link import Link, register
+from actors.rungs import Rungs
 from experiments.models import make
 from kv.memory import MemoryTransport
 
@@ -105,7 +106,8 @@ def build(model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     @contextmanager
     def build(options: dict[str, Any] | None = None, **fake: Any) -> Iterator[Engine]:
         engine_id = f"test-{time.monotonic()}"
-        link = Link("m", MemoryTransport(), _never, lambda: None, _never)
+        rungs = Rungs({"memory": MemoryTransport()})
+        link = Link("w", "m", rungs, _never, _never, lambda: None, _never)
         register(engine_id, link)
         defaults = {"max_model_len": 1024, "max_num_batched_tokens": BUDGET, "max_num_seqs": 32}
         core = build_core(

@@ -23,7 +23,9 @@ def folder(path: Path, config: dict[str, int] | None = None, weights: bytes = WE
 
 def info(name: str, path: Path) -> WorkerInfo:
     layout = KVLayout("m", "bf16", 1, 128, 1, "x")
-    return WorkerInfo(name, "prefill", f"node-{name}", 1, model_files(path), layout, 1, 1, "plasma", ("", 0))
+    return WorkerInfo(
+        name, "prefill", f"node-{name}", 1, model_files(path), layout, 1, 1, ("plasma",), ("", 0)
+    )
 
 
 def test_copies_are_the_same_however_the_configuration_is_written(tmp_path: Path) -> None:

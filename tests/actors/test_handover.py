@@ -18,12 +18,17 @@ import pytest
 
 import actors.decode
 import actors.prefill
+import kv.ladder
 import kv.tcp
 from actors.decode import Receiver, Target
 from actors.marks import Marks
-from actors.messages import Chunk, Delivery, HandoverEnd, HandoverFailed
+from actors.messages import Again, Chunk, Delivery, HandoverEnd, HandoverFailed, Probe
+from actors.peers import OnTaken
 from actors.prefill import Sender
+from actors.rungs import Rungs
 from kv.chunk import KVLayout, Run
+from kv.errors import PeerLost, TransferError
+from kv.faulty import Fault, FaultyTransport
 from kv.memory import MemoryTransport
 from kv.nixl import NixlTransport
 from kv.paged import PagedCache
@@ -50,8 +55,9 @@ class Gate:
     """A transport whose fetches wait until they are let through."""
 
     def __init__(self, inner: Transport) -> None:
-        self.inner, self.name = inner, inner.name
+        self.inner, self.name, self.plain_tickets = inner, inner.name, True
         self.release, self.live, self.close = inner.release, inner.live, inner.close
+        self.register = inner.register
         self.open = threading.Event()
         self.open.set()
         self.waiting = 0
@@ -73,23 +79,24 @@ class Gate:
 class Done:
     """What a delivery calls when its payload is not needed any more; counts the calls."""
 
-    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, then: OnTaken = lambda _: None) -> None:
         self._then, self.calls = then, 0
+        self.seconds: float | None = None
 
-    def __call__(self) -> None:
-        self.calls += 1
-        self._then()
+    def __call__(self, seconds: float | None = None) -> None:
+        self.calls, self.seconds = self.calls + 1, seconds
+        self._then(seconds)
 
 
 @dataclass
 class Wire:
     """What the sender has posted and the receiver has not been given yet; and what it has been given."""
 
-    posted: list[tuple[Delivery, Callable[[], None]]] = field(default_factory=list)
+    posted: list[tuple[Delivery, OnTaken]] = field(default_factory=list)
     peers: list[str] = field(default_factory=list)
     given: list[tuple[Delivery, Done]] = field(default_factory=list)
 
-    def post(self, peer: str, delivery: Delivery, done: Callable[[], None]) -> None:
+    def post(self, peer: str, delivery: Delivery, done: OnTaken) -> None:
         self.peers.append(peer)
         self.posted.append((delivery, done))
 
@@ -104,26 +111,37 @@ class Wire:
 class Pair:
     """Two engines' caches, the sender over one and the receiver over the other."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, *others: Transport) -> None:
         random = np.random.default_rng(0)
         self.source = [random.integers(0, 256, (BLOCKS, NBYTES), np.uint8) for _ in range(LAYERS)]
         self.target = [np.zeros((BLOCKS, NBYTES), np.uint8) for _ in range(LAYERS)]
         self.layout = KVLayout("m", "torch.bfloat16", LAYERS, SIZE, NBYTES, "vec:1")
         self.transport, self.wire, self.marks = Gate(transport), Wire(), Marks()
+        self.rungs = Rungs(
+            {self.transport.name: self.transport, **{other.name: other for other in others}},
+            ask_probe=lambda _, probe, timeout_s: self.rungs.answer(probe, timeout_s),
+        )
+        self.asked: list[Again] = []
         self.failures: list[tuple[str, str]] = []
         self.received: list[str] = []
         self.sent: list[str] = []
         source, target = PagedCache(self.source, SIZE), PagedCache(self.target, SIZE)
-        transport.register([*source.memory(), *target.memory()])
-        self.sender = Sender(source, self.layout, self.transport, self.wire.post, lambda: None)
+        self.rungs.register([*source.memory(), *target.memory()])
+        self.sender = Sender("prefill-worker", source, self.layout, self.rungs, self.wire.post, lambda: None)
         self.receiver = Receiver(
             target,
             self.layout,
-            self.transport,
+            self.rungs,
             self.marks,
             lambda: None,
+            self.again,
             lambda request_id, reason: self.failures.append((request_id, reason)),
         )
+
+    def again(self, source: str, asked: Again, timeout_s: float) -> Chunk:
+        assert source == "prefill-worker"
+        self.asked.append(asked)
+        return self.sender.again(asked)
 
     # -- prefill's engine --------------------------------------------------------------------
 
@@ -159,7 +177,7 @@ class Pair:
         if not order:
             self.wire.posted = []
 
-    def give(self, delivery: Delivery, done: Callable[[], None]) -> Done:
+    def give(self, delivery: Delivery, done: OnTaken) -> Done:
         """Deliver one thing. All that is given must be done exactly once in the end: see `quiet`."""
         counted = Done(done)
         self.wire.given.append((delivery, counted))
@@ -172,7 +190,7 @@ class Pair:
         given = [delivery for delivery, _ in self.wire.given]
         for delivery, done in posted:
             if not any(delivery is other for other in given):
-                done()
+                done(None)
 
     # -- decode's engine ---------------------------------------------------------------------
 
@@ -224,7 +242,8 @@ class Pair:
         """Nothing is left of any request, and all that was given is done, once."""
         self.lose()
         until(lambda: all(done.calls for _, done in self.wire.given), "all is done")
-        until(lambda: self.transport.live() == (0, 0), "payloads are released")
+        until(lambda: self.rungs.live() == (0, 0), "payloads are released")
+        assert self.sender.owned_bytes() == 0
         until(lambda: not self.sender.open_requests(), "prefill has its blocks back")
         assert self.receiver.waiting() == 0
         assert all(done.calls == 1 for _, done in self.wire.given)
@@ -232,8 +251,8 @@ class Pair:
 
 
 @contextmanager
-def connected(transport: Transport) -> Iterator[Pair]:
-    pair = Pair(transport)
+def connected(transport: Transport, *others: Transport) -> Iterator[Pair]:
+    pair = Pair(transport, *others)
     try:
         yield pair
     finally:
@@ -803,9 +822,18 @@ def test_a_transport_that_fails_in_another_way_fails_the_request_only(pair: Pair
     pair.transport.publish = broken  # type: ignore[method-assign]
     pair.prefill()
     assert pair.sent == [RID]
-    assert pair.wire.posted[0][0] == HandoverFailed(RID, "RuntimeError('out of luck')")
+    ((failed, _),) = pair.wire.posted
+    assert isinstance(failed, HandoverFailed)
+    assert "out of luck" in failed.reason
     pair.wire.posted.clear()
     pair.transport.publish = publish  # type: ignore[method-assign]
+
+    def mended() -> bool:
+        pair.rungs.probe_due()
+        return bool(pair.rungs.order("decode-worker", 1).rungs)
+
+    assert pair.rungs.order("decode-worker", 1).rungs == ()
+    until(mended, "a probe mends the rung")
     pair.expect(request_id="next")
     pair.open(request_id="next")
     pair.prefill(request_id="next")
@@ -1060,3 +1088,341 @@ def test_closing_at_any_moment_leaves_nothing(pair: Pair) -> None:
         for layer in pair.target:
             layer[:] = 0
     pair.quiet()
+
+
+# -- the ladder ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def two_rungs(first: str) -> Iterator[tuple[Pair, FaultyTransport]]:
+    """A pair with two transports, of which the first can be told to misbehave and is preferred."""
+    tcp, memory = TcpTransport("127.0.0.1", b"k" * 32), MemoryTransport()
+    best, other = (tcp, memory) if first == "tcp" else (memory, tcp)
+    faulty = FaultyTransport(best)  # type: ignore[arg-type]
+    with connected(faulty, other) as pair:  # type: ignore[arg-type]
+        pair.rungs.meet("decode-worker", "", ("tcp", "memory"))
+        ladder = pair.rungs._peers["decode-worker"].ladder
+        ladder.probed(first, [1e-6, 1e-6], time.monotonic())
+        ladder.probed(other.name, [1.0, 1.0], time.monotonic())
+        try:
+            yield pair, faulty
+        finally:
+            other.close()
+
+
+@pytest.mark.parametrize("first", ["tcp", "memory"])
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (Fault("lost"), "lost"),
+        (Fault("stalled"), "timeout"),
+        (Fault("corrupt"), "corrupt"),
+        (Fault("truncated"), "corrupt"),
+        (Fault("swapped"), "corrupt"),
+        (Fault("full"), "full"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Fault) else None,
+)
+def test_what_a_rung_cannot_carry_goes_over_the_next(
+    monkeypatch: pytest.MonkeyPatch, first: str, fault: Fault, cause: str
+) -> None:
+    """Also after prefill's engine has its blocks back, where the first rung has copied them."""
+    monkeypatch.setattr(kv.ladder, "MIN_DEADLINE_S", 0.2)
+    with two_rungs(first) as (pair, faulty):
+        copied = first == "memory" and fault.kind != "full"
+        faulty.suffer(replace(fault, times=1) if copied else fault)
+        pair.expect()
+        pair.open()
+        pair.prefill()
+        source = [layer.copy() for layer in pair.source]
+        if copied:
+            assert pair.sent == [RID]
+            for layer in pair.source:  # the engine gives its blocks to somebody else
+                layer[:] = 0
+        pair.deliver()
+        pair.loaded()
+        pair.source = source
+        assert pair.written() == ALL
+        assert faulty.fired[fault.kind] >= 1
+        other = "memory" if first == "tcp" else "tcp"
+        handed = pair.receiver.handed(RID)
+        assert handed is not None
+        assert handed.nbytes == 5 * BLOCK_PAYLOAD
+        # of what was copied, only one chunk suffered; others may have been fetched at the same moment
+        assert set(handed.rungs) - {first} == {other}
+        assert copied or handed.rungs == (other,)
+        tally = pair.rungs.tally
+        assert sum(tally.chunks.values()) == 3
+        assert tally.chunks[other, cause] >= 1
+        assert sum(tally.nbytes.values()) == 5 * BLOCK_PAYLOAD
+        choice = pair.rungs.order("decode-worker", 1)
+        assert choice.rungs == (other,)
+        assert f"{first} broken ({cause})" in choice.reason
+        pair.close()
+        pair.quiet()
+
+
+def test_one_damaged_chunk_among_sound_ones_takes_the_next_rung_alone() -> None:
+    with two_rungs("tcp") as (pair, faulty):
+        faulty.suffer(Fault("corrupt", times=1))
+        pair.expect()
+        pair.open()
+        pair.prefill()
+        pair.deliver(0)
+        until(lambda: pair.wire.dones() == [1], "the damaged one is done")
+        assert [asked.index for asked in pair.asked] == [0]
+        pair.deliver(1, 2, 3)
+        pair.loaded()
+        assert pair.written() == ALL
+        # those that had been published over the broken rung are not tried there
+        assert [(asked.index, asked.cause) for asked in pair.asked[1:]] in (
+            [(1, "lost"), (2, "lost")],
+            [(2, "lost"), (1, "lost")],
+        )
+        assert faulty.fired == {"corrupt": 1}
+        pair.close()
+        pair.quiet()
+
+
+def test_when_no_rung_is_left_the_reason_names_them_all() -> None:
+    with two_rungs("tcp") as (pair, faulty):
+        memory = pair.rungs.transports["memory"] = FaultyTransport(pair.rungs.transports["memory"])
+        faulty.suffer(Fault("lost"))
+        memory.suffer(Fault("corrupt"))
+        pair.expect()
+        pair.open()
+        pair.prefill()
+        pair.deliver()
+        reason = pair.failed()
+        assert "tcp: " in reason
+        assert "memory" in reason
+        assert "no rung is left" in reason
+        assert faulty.fired["lost"] >= 1
+        assert memory.fired["corrupt"] >= 1
+        pair.close()
+        until(lambda: pair.finished() == [RID], "the blocks are given back")
+        pair.quiet()
+
+
+def test_what_is_carried_moves_the_estimate() -> None:
+    with two_rungs("tcp") as (pair, _):
+        before = pair.rungs.rates()["decode-worker", "tcp"]
+        pair.expect()
+        pair.open()
+        pair.prefill()
+        pair.deliver()
+        pair.loaded()
+        until(lambda: pair.wire.dones() == [1, 1, 1], "done")
+        assert all(done.seconds for delivery, done in pair.wire.given if isinstance(delivery, Chunk))
+        assert pair.rungs.rates()["decode-worker", "tcp"] < before / 2
+
+
+def test_a_chunk_that_is_not_published_any_more_cannot_be_had_again(pair: Pair) -> None:
+    pair.prefill()
+    pair.lose()
+    asked = Again(RID, 0, pair.transport.name, "lost", "")
+    with pytest.raises(PeerLost, match="not published any more"):
+        pair.sender.again(asked)
+    assert pair.rungs.order("decode-worker", 1).rungs  # nobody is to blame
+
+
+def test_a_sender_that_is_gone_is_named(pair: Pair) -> None:
+    def gone(source: str, asked: Again, timeout_s: float) -> Chunk:
+        raise PeerLost(f"worker {source} is gone")
+
+    pair.receiver._again = gone
+    pair.expect()
+    pair.open()
+    pair.prefill()
+    pair.transport.release(pair.wire.chunks()[0].ticket)
+    pair.deliver()
+    assert "worker prefill-worker is gone" in pair.failed()
+    pair.close()
+    pair.quiet()
+
+
+# -- blocks that nobody takes, leases ------------------------------------------------------------
+
+
+def test_blocks_that_a_peer_has_no_room_for_are_copied_and_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(actors.prefill, "HOLD_S", 0.05)
+    monkeypatch.setattr(actors.prefill, "PARKING", "memory")
+    with two_rungs("tcp") as (pair, _):
+        pair.expect()
+        pair.prefill()
+        pair.deliver()  # its engine has no blocks yet
+        pair.sender.sweep()
+        pair.settle()
+        assert pair.sent == []  # not so soon
+        time.sleep(0.1)
+        pair.sender.sweep()
+        pair.settle()
+        assert pair.sent == [RID]
+        assert pair.rungs.transports["memory"].live() == (3, 5 * BLOCK_PAYLOAD)
+        assert pair.rungs.transports["tcp"].live() == (0, 0)
+        source = [layer.copy() for layer in pair.source]
+        for layer in pair.source:
+            layer[:] = 0
+        pair.source = source
+        pair.open()
+        pair.loaded()
+        assert pair.written() == ALL
+        assert pair.rungs.order("decode-worker", 1).rungs[0] == "tcp"  # which is not to blame
+        assert pair.rungs.tally.chunks == {("memory", "moved"): 3}
+        pair.close()
+        pair.quiet()
+
+
+def test_blocks_stay_where_there_is_no_room_to_copy_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.prefill, "HOLD_S", 0.0)
+    monkeypatch.setattr(actors.prefill, "PARKING", "memory")
+    with two_rungs("tcp") as (pair, _):
+        pair.rungs.transports["memory"] = MemoryTransport(capacity=3 * BLOCK_PAYLOAD)
+        pair.expect()
+        pair.prefill()
+        time.sleep(0.01)
+        for _ in range(3):
+            pair.sender.sweep()
+        pair.settle()
+        assert pair.sent == []
+        assert pair.rungs.transports["memory"].live()[0] == 1
+        pair.deliver()
+        pair.open()
+        pair.loaded()
+        assert pair.written() == ALL
+        pair.close()
+        pair.quiet()
+
+
+def test_a_lease_that_runs_out_is_counted_and_leaves_nothing(pair: Pair) -> None:
+    pair.sender.open(RID, "decode-worker", lease_s=0.05)
+    pair.sender.valid(RID, SOURCE, PROMPT)
+    assert pair.sender.finish(RID, FIRST_TOKEN)
+    pair.settle()
+    assert pair.rungs.live() == (1, pair.sender.owned_bytes())
+    pair.sender.sweep()
+    pair.settle()
+    assert pair.sender.expired_leases == 0
+    time.sleep(0.1)
+    pair.sender.sweep()
+    pair.settle()
+    assert (pair.sender.expired_leases, pair.rungs.live(), pair.sender.owned_bytes()) == (1, (0, 0), 0)
+    assert pair.sent == [RID]
+    pair.expect()
+    pair.open()
+    pair.deliver()
+    assert "not published any more" in pair.failed()
+    pair.close()
+    pair.quiet()
+
+
+def test_what_no_request_owns_is_told_apart(pair: Pair) -> None:
+    pair.prefill()
+    orphan = pair.transport.publish([pair.source[0][0]], lambda: None)
+    assert pair.rungs.live()[1] - pair.sender.owned_bytes() == NBYTES
+    pair.transport.release(orphan)
+    pair.quiet()
+
+
+def test_an_abort_after_prefill_withdraws_what_decode_never_took(pair: Pair) -> None:
+    pair.prefill()
+    pair.sender.abandon([RID, "unknown"])
+    pair.settle()
+    assert (pair.rungs.live(), pair.sent) == ((0, 0), [RID])
+    failed = [delivery for delivery, _ in pair.wire.posted if isinstance(delivery, HandoverFailed)]
+    assert failed == [HandoverFailed(RID, "the request was aborted")]
+    pair.quiet()
+
+
+def test_aborts_at_any_moment_leave_nothing_on_prefill() -> None:
+    """While chunks are published, fetched, moved to another rung and copied."""
+    random = np.random.default_rng(2)
+    with two_rungs("tcp") as (pair, faulty), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(actors.prefill, "HOLD_S", 0.0)
+        patch.setattr(actors.prefill, "PARKING", "memory")
+        for turn in range(60):
+            request_id = f"t{turn}.0"
+            faulty.suffer(*([Fault("lost", times=1)] if turn % 3 == 0 else []))
+            steps: dict[str, Callable[[], object]] = {
+                "open": lambda rid=request_id: pair.open(request_id=rid),
+                "deliver": pair.deliver,
+                "sweep": pair.sender.sweep,
+                "abandon": lambda rid=request_id: pair.sender.abandon([rid]),
+            }
+            pair.expect(request_id=request_id)
+            pair.prefill(request_id=request_id)
+            for step in random.permutation(list(steps)):
+                steps[step]()
+                time.sleep(float(random.random()) * 0.002)
+            pair.close(request_id)
+            until(lambda rid=request_id: rid in pair.finished(), "the blocks are given back")
+            for layer in pair.target:
+                layer[:] = 0
+            for rung in ("tcp", "memory"):  # sound again, for the next turn
+                pair.rungs._peers["decode-worker"].ladder.probed(rung, [1e-6, 1e-6], time.monotonic())
+        assert faulty.fired["lost"] >= 3
+        pair.quiet()
+
+
+# -- probes --------------------------------------------------------------------------------------
+
+
+def test_a_probe_measures_every_rung_and_counts_what_announcing_takes() -> None:
+    class ByRay(MemoryTransport):
+        plain_tickets = False
+
+    tcp = TcpTransport("127.0.0.1", b"k" * 32)
+    asked: list[tuple[str, str, int]] = []
+
+    def ask(peer: str, probe: Probe, timeout_s: float) -> float:
+        time.sleep(0.02)
+        asked.append((peer, probe.rung, probe.nbytes))
+        return rungs.answer(probe, timeout_s)
+
+    rungs = Rungs({"tcp": tcp, "memory": ByRay()}, "here", ask)
+    rungs.register([])
+    rungs.probe_due()
+    assert asked == []  # nobody has been met
+    rungs.meet("d", "there", ("tcp", "memory", "other"))
+    assert "(assumed)" in rungs.order("d", 1).reason
+    rungs.probe_due()
+    assert {(rung, size) for _, rung, size in asked} == {
+        (rung, size) for rung in ("tcp", "memory") for size in kv.ladder.PROBE_SIZES
+    }
+    choice = rungs.order("d", 1)
+    assert "(assumed)" not in choice.reason
+    assert choice.rungs == ("tcp", "memory")  # which announces through a channel
+    before = len(asked)
+    rungs.probe_due()
+    assert (len(asked), rungs.live()) == (before, (0, 0))
+    rungs.close()
+
+
+@pytest.mark.parametrize("fault", [Fault("corrupt"), Fault("lost"), Fault("full")], ids=lambda f: str(f.kind))
+def test_a_probe_that_fails_breaks_its_rung_and_leaves_nothing(fault: Fault) -> None:
+    faulty = FaultyTransport(MemoryTransport())
+    rungs = Rungs({"memory": faulty}, "here", lambda _, probe, timeout_s: rungs.answer(probe, timeout_s))
+    rungs.meet("d", "there", ("memory",))
+    faulty.suffer(fault)
+    rungs.probe_due()
+    choice = rungs.order("d", 1)
+    assert choice.rungs == ()
+    assert f"memory broken ({fault.kind})" in choice.reason
+    assert (rungs.live(), faulty.fired[fault.kind]) == ((0, 0), 1)
+    faulty.suffer()
+
+    def mended() -> bool:
+        rungs.probe_due()
+        return bool(rungs.order("d", 1).rungs)
+
+    until(mended, "it is probed again")
+
+
+def test_a_peer_without_a_transport_is_not_sent_it() -> None:
+    rungs = Rungs({"tcp": MemoryTransport(), "memory": MemoryTransport()})
+    rungs.meet("d", "there", ("memory",))
+    assert rungs.order("d", 1).rungs == ("memory",)
+    with pytest.raises(TransferError, match="no transport 'other', only tcp, memory"):
+        rungs.transport("other")

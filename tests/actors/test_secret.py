@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from actors.errors import WorkerError
-from actors.secret import data_plane_key
+from actors.secret import CHANNEL_PURPOSE, data_plane_key
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,11 @@ def test_the_key_is_the_same_in_every_version(monkeypatch: pytest.MonkeyPatch) -
     """Members of one cluster may have been installed at different times."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
     assert data_plane_key().hex() == "cf2bd6d4c53f69329cac20a9630f0ec7207f4feca9d021d1814536143eb6983d"
+
+
+def test_channels_and_data_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
+    assert data_plane_key(CHANNEL_PURPOSE) != data_plane_key()
 
 
 def test_a_home_path_may_be_named(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:

@@ -31,11 +31,3 @@ def files(s3: S3Server, bucket: Bucket) -> Path:
     if s3.folder is None:
         pytest.skip(f"the files of {s3.kind} cannot be reached; install Go, or put versitygw on PATH")
     return s3.folder / bucket.settings.bucket / bucket.settings.prefix
-
-
-@pytest.fixture
-def own(s3: S3Server) -> S3Server:
-    """The server, where it is ours to stop."""
-    if s3.kind == "external":
-        pytest.skip("the server is not ours to stop; unset HANDOFF_S3_ENDPOINT to have one that is")
-    return s3

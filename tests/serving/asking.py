@@ -11,7 +11,8 @@ from openai import OpenAI
 
 SETTLED_WITHIN_S = 5.0
 PENDING = (
-    *("requests", "engine_requests", "kv_blocks_used", "sending", "receiving", "live_chunks", "live_bytes"),
+    *("requests", "engine_requests", "kv_blocks_used", "sending", "receiving"),
+    *("live_chunks", "live_bytes", "orphan_bytes"),
     *("prefill_tokens", "running"),
 )
 """What must be zero on every worker when no request is under way."""

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import faulty_worker
 import pytest
 import ray
 from asking import Endpoint
@@ -14,6 +15,7 @@ from undivided import Undivided, undivided
 from cluster.connect import connect
 from cluster.file import ClusterFile
 from cluster.local import LocalCluster, held
+from deployments import place
 from deployments.app import Serving
 from deployments.app import serving as serve
 from experiments import models
@@ -47,6 +49,7 @@ def file(model: Path) -> ClusterFile:
             "served_model_name": "tiny",
             "engine": ENGINE,
             "gateway": {"port": _free_port()},
+            "recompute": {"tokens_per_s": 500, "burst_s": 20},
             "nodes": {"prefill": {"role": "prefill", **node}, "decode": {"role": "decode", **node}},
         }
     )
@@ -71,8 +74,11 @@ def cluster(file: ClusterFile) -> Iterator[LocalCluster]:
 @pytest.fixture(scope="session")
 def serving(file: ClusterFile, cluster: LocalCluster) -> Iterator[Serving]:
     """The application on those nodes."""
-    with serve(file, print) as running:
-        yield running
+    ray.cloudpickle.register_pickle_by_value(faulty_worker)  # workers cannot import it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, "Worker", faulty_worker.FaultyWorker)
+        with serve(file, print) as running:
+            yield running
 
 
 @pytest.fixture(scope="session")

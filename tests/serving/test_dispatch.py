@@ -10,9 +10,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from actors.frames import decode_request, encode_outputs
-from actors.messages import Handover, ModelFiles, OutputBatch, ReceiveFrom, Role, SendTo, WorkerInfo
+from actors.messages import Handed, Handover, ModelFiles, OutputBatch, ReceiveFrom, Role, SendTo, WorkerInfo
+from deployments.budget import Budget
 from deployments.dispatch import Dispatcher
-from deployments.errors import NoWorker, RequestLost
+from deployments.errors import NoWorker, Overloaded, RequestLost
 from deployments.ledger import Record
 from kv.chunk import KVLayout
 
@@ -25,7 +26,7 @@ class Client:
     def __init__(self, name: str, role: Role) -> None:
         layout = KVLayout("m", "bf16", 1, 128, 1, "x")
         files = ModelFiles("m", "/m")
-        self.info = WorkerInfo(name, role, f"node-{name}", 1, files, layout, 1, 1, "memory", ("", 0))
+        self.info = WorkerInfo(name, role, f"node-{name}", 1, files, layout, 1, 1, ("memory",), ("", 0))
         self.alive, self.client, self.clock_offset = True, 1, 0.0
         self.prefill_tokens = self.running = 0
         self.log: list[tuple[str, str]] = []
@@ -263,3 +264,62 @@ async def test_a_seeded_prompt_is_not_tried_again_where_it_would_end_the_engine(
     assert "seed" in str(error)
     assert len(pair.d.prompts) == 1
     assert pair.idle()
+
+
+# -- recomputing -------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_decode_computes_for_itself_while_the_budget_lasts(pair: Pair) -> None:
+    clock = [0.0]
+    pair.dispatcher.budget = Budget(tokens_per_s=1, burst_s=4, clock=lambda: clock[0])
+    await pair.submit()
+    await pair.failure(pair.d, "checksum")
+    assert (pair.failures, pair.d.log[-1]) == ([], ("submit", "r.1"))
+    assert pair.record.facts["decode_worker"] == "d"
+    await pair.failure(pair.d, "again", attempt=1)
+    (error,) = pair.failures
+    assert isinstance(error, Overloaded)
+    assert (error.http_status, error.retry_after_s) == (503, 1.0)
+    assert "again; computing the prompt on d" in str(error)
+    assert len(pair.d.prompts) == 2
+    assert pair.idle()
+    pair.failures.clear()
+    clock[0] = 2.0
+    await pair.submit()
+    await pair.failure(pair.d, "checksum")
+    assert (pair.failures, pair.d.log[-1]) == ([], ("submit", "r.1"))
+
+
+@scenario
+async def test_a_retry_elsewhere_than_on_decode_costs_no_budget(pair: Pair) -> None:
+    pair.dispatcher.budget = Budget(tokens_per_s=1, burst_s=1, clock=lambda: 0.0)
+    pair.dispatcher.budget.spend(10)
+    await pair.submit()
+    await pair.output(pair.p, 7, end=FinishReason.LENGTH)
+    await pair.lose(pair.d)
+    assert (pair.failures, pair.p.log[-1]) == ([], ("submit", "r.1"))
+
+
+@scenario
+async def test_the_same_decode_worker_computes_for_itself(pair: Pair) -> None:
+    other = Client("a", "decode")  # idle, and the router's first choice once the other has work
+    await pair.submit()
+    pair.dispatcher.add_worker(other)  # type: ignore[arg-type]
+    await pair.failure(pair.d, "checksum")
+    assert pair.d.log[-1] == ("submit", "r.1")
+    assert other.log == []
+
+
+@scenario
+async def test_how_kv_came_is_recorded(pair: Pair) -> None:
+    await pair.submit()
+    assert pair.record.facts["transport"] is None
+    await pair.output(pair.p, 7, end=FinishReason.LENGTH)
+    frame = encode_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput("r.0", [8])]))
+    how = Handed(123, ("tcp", "plasma"), "because")
+    batch = OutputBatch(frame, marks={"r.0": (("output", 1.0),)}, handed={"r.0": how})
+    pair.dispatcher.on_batch(pair.d, batch)  # type: ignore[arg-type]
+    facts = pair.record.facts
+    assert (facts["kv_bytes"], facts["transport"]) == (123, "tcp+plasma")
+    assert pair.record.path() == "p>d; tcp+plasma; because"

@@ -1,0 +1,104 @@
+"""The budget of recomputed prompts, and the workers' counters as Prometheus sees them."""
+
+import pytest
+
+from actors.messages import WorkerStats
+from deployments.budget import Budget
+from deployments.gateway import extra_headers
+from deployments.ledger import PATH_CHARACTERS, Record
+from deployments.metrics import families
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_budget_is_spent_overdrawn_and_paid_back() -> None:
+    clock = Clock()
+    budget = Budget(tokens_per_s=100, burst_s=5, clock=clock)
+    assert budget.spend(400) == 0
+    assert budget.spend(1000) == 0  # 100 are left: that is enough to begin
+    wait_s = budget.spend(1)
+    assert wait_s == pytest.approx(9.01)
+    clock.now += wait_s - 0.1
+    assert budget.spend(1) == pytest.approx(0.1)
+    clock.now += 0.11
+    assert budget.spend(1) == 0
+
+
+def test_a_budget_does_not_grow_beyond_its_burst() -> None:
+    clock = Clock()
+    budget = Budget(tokens_per_s=100, burst_s=5, clock=clock)
+    clock.now += 1000
+    assert budget.spend(500) == 0
+    assert budget.spend(1) > 0
+
+
+def test_workers_counters_become_metrics() -> None:
+    stats = WorkerStats(
+        requests=1,
+        engine_requests=1,
+        kv_blocks_used=1,
+        sending=2,
+        receiving=3,
+        live_chunks=4,
+        live_bytes=500,
+        orphan_bytes=60,
+        expired_leases=7,
+        steps=8,
+        taken_chunks={"tcp first": 9, "plasma corrupt": 1},
+        taken_bytes={"tcp": 900, "plasma": 100},
+        rates={"decode-worker-0 tcp": 1e9, "decode-worker-0 plasma": 0.0},
+    )
+    found = {
+        (sample.name, *(sample.labels[key] for key in sorted(sample.labels))): sample.value
+        for family in families({"w": stats})
+        for sample in family.samples
+    }
+    assert found == {
+        ("handoff_kv_rung_total", "first", "tcp", "w"): 9,
+        ("handoff_kv_rung_total", "corrupt", "plasma", "w"): 1,
+        ("handoff_kv_bytes_total", "tcp", "w"): 900,
+        ("handoff_kv_bytes_total", "plasma", "w"): 100,
+        ("handoff_kv_rate_bytes_per_second", "decode-worker-0", "tcp", "w"): 1e9,
+        ("handoff_kv_rate_bytes_per_second", "decode-worker-0", "plasma", "w"): 0,
+        ("handoff_kv_expired_leases_total", "w"): 7,
+        ("handoff_kv_live_objects", "w"): 4,
+        ("handoff_kv_live_bytes", "w"): 500,
+        ("handoff_kv_orphan_bytes", "w"): 60,
+    }
+
+
+@pytest.mark.parametrize(
+    ("facts", "path"),
+    [
+        ({}, None),
+        (
+            {"prefill_worker": "p", "decode_worker": "d", "transport": None, "reason": "why"},
+            "p>d; under way; why",
+        ),
+        (
+            {"prefill_worker": "p", "decode_worker": "d", "transport": "tcp", "transport_reason": "a\r\nb"},
+            "p>d; tcp; a b",
+        ),
+        ({"prefill_worker": "d", "decode_worker": "d", "reason": "why"}, "d; undivided; why"),
+        (
+            {"prefill_worker": "d", "decode_worker": "d", "reason": "x" * 1000},
+            "d; undivided; " + "x" * (PATH_CHARACTERS - 14),
+        ),
+    ],
+)
+def test_the_path_of_a_request(facts: dict[str, object], path: str | None) -> None:
+    record = Record("r", facts=facts)
+    assert record.path() == path
+    expected = [] if path is None else [(b"x-handoff-path", path.encode())]
+    assert extra_headers(record) == [(b"x-request-id", b"r"), *expected]
+
+
+@pytest.mark.parametrize(("wait_s", "header"), [(0.2, b"1"), (1.0, b"1"), (7.2, b"8")])
+def test_when_to_try_again_is_told_in_whole_seconds(wait_s: float, header: bytes) -> None:
+    assert (b"retry-after", header) in extra_headers(Record("r", facts={"retry_after_s": wait_s}))
