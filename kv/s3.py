@@ -27,9 +27,8 @@ from kv.sweep import Sweeper
 logger = logging.getLogger(__name__)
 
 HANDOVER: Final = "handover/"
-LEAST: Final = 1 << 20
-MOST: Final = 8 << 20
-"""Bytes of one ranged read: fewer cost more requests, more need more memory (docs/s3.md has the curve)."""
+RANGE_BYTES: Final = 8 << 20
+"""Bytes of one ranged read: smaller ones are slower, larger ones need more memory (docs/s3.md)."""
 CLOSE_TIMEOUT_S: Final = 5.0
 
 
@@ -95,7 +94,7 @@ class S3Transport:
     def fetch(self, ticket: S3Ticket, into: Sequence[Run | None], timeout_s: float) -> None:
         """See ``Transport.fetch``."""
         require_sizes(ticket.name, ticket.sizes, into)
-        ranges = list(_ranges(ticket.sizes, into, self._bucket.settings.connections))
+        ranges = list(_ranges(ticket.sizes, into))
         if not ranges:
             return
         queue = iter(ranges)
@@ -183,20 +182,18 @@ def scatter(source: Run, targets: Iterable[Run]) -> None:
         start += target.nbytes
 
 
-def _ranges(sizes: Sequence[int], into: Sequence[Run | None], connections: int) -> Iterator[_Range]:
-    """Cut what is wanted into ranges without gaps, about as many as connections; a run may be in two."""
-    wanted = sum(run.nbytes for run in into if run is not None)
-    most = min(MOST, max(LEAST, -(-wanted // connections)))
+def _ranges(sizes: Sequence[int], into: Sequence[Run | None]) -> Iterator[_Range]:
+    """Cut what is wanted into ranges without gaps; a run may be in two."""
     start, nbytes, targets = 0, 0, list[Run]()
     for offset, run in zip(accumulate(sizes, initial=0), into, strict=False):
         done = 0
         while run is not None and done < run.nbytes:
-            if targets and (nbytes == most or start + nbytes != offset + done):
+            if targets and (nbytes == RANGE_BYTES or start + nbytes != offset + done):
                 yield _Range(start, nbytes, tuple(targets))
                 targets = []
             if not targets:
                 start, nbytes = offset + done, 0
-            take = min(run.nbytes - done, most - nbytes)
+            take = min(run.nbytes - done, RANGE_BYTES - nbytes)
             targets.append(run[done : done + take])
             nbytes, done = nbytes + take, done + take
     if targets:

@@ -19,7 +19,7 @@ from experiments.s3_server import S3Server, environment, s3_server
 from kv.bucket import Bucket, Gate, S3Settings, StoredFile
 from kv.chunk import Run
 from kv.errors import ChunkCorrupt, PeerLost, TransferError, TransferTimeout
-from kv.s3 import LEAST, MOST, S3Ticket, S3Transport, _ranges
+from kv.s3 import RANGE_BYTES, S3Ticket, S3Transport, _ranges
 from kv.transport import Ticket, Transport
 
 PATIENCE_S = 5.0
@@ -75,30 +75,33 @@ def test_ranges_cover_what_is_wanted_and_nothing_else(seed: int) -> None:
     sizes = [int(size) for size in random.integers(0, 3 << 20, 40)]
     into = [np.empty(size, np.uint8) if random.random() < 0.7 else None for size in sizes]
     starts = np.cumsum([0, *sizes])
-    for connections in (1, 4, 64):
-        ranges = list(_ranges(sizes, into, connections))
-        covered = [byte for one in ranges for byte in (one.start, one.start + one.nbytes)]
-        assert covered == sorted(covered)
-        assert all(sum(run.nbytes for run in one.targets) == one.nbytes <= MOST for one in ranges)
-        wanted = sum(run.nbytes for run in into if run is not None)
-        assert sum(one.nbytes for one in ranges) == wanted
-        for start, run in zip(starts, into, strict=False):
-            if run is not None and run.nbytes:  # its bytes come from its place in the object
-                at = start
-                for one in ranges:
-                    position = one.start
-                    for target in one.targets:
-                        if np.shares_memory(target, run):
-                            assert position == at
-                            at += target.nbytes
-                        position += target.nbytes
-                assert at == start + run.nbytes
+    ranges = list(_ranges(sizes, into))
+    covered = [byte for one in ranges for byte in (one.start, one.start + one.nbytes)]
+    assert covered == sorted(covered)
+    assert all(sum(run.nbytes for run in one.targets) == one.nbytes <= RANGE_BYTES for one in ranges)
+    wanted = sum(run.nbytes for run in into if run is not None)
+    assert sum(one.nbytes for one in ranges) == wanted
+    for start, run in zip(starts, into, strict=False):
+        if run is not None and run.nbytes:  # its bytes come from its place in the object
+            at = start
+            for one in ranges:
+                position = one.start
+                for target in one.targets:
+                    if np.shares_memory(target, run):
+                        assert position == at
+                        at += target.nbytes
+                    position += target.nbytes
+            assert at == start + run.nbytes
 
 
-def test_a_payload_is_read_on_all_connections() -> None:
-    blocks = [np.empty(1 << 18, np.uint8)] * 64  # 16 MiB
-    assert len(list(_ranges([run.nbytes for run in blocks], blocks, 8))) == 8
-    assert len(list(_ranges([LEAST], [np.empty(LEAST, np.uint8)], 8))) == 1
+def test_blocks_are_read_many_at_once_and_large_runs_in_parts() -> None:
+    blocks = [np.empty(1 << 18, np.uint8)] * 64
+    assert [one.nbytes for one in _ranges([1 << 18] * 64, blocks)] == [RANGE_BYTES] * 2
+    assert [one.nbytes for one in _ranges([20 << 20], [np.empty(20 << 20, np.uint8)])] == [
+        RANGE_BYTES,
+        RANGE_BYTES,
+        4 << 20,
+    ]
 
 
 def test_large_payloads_come_in_parts_and_ranges(transport: S3Transport) -> None:
@@ -188,7 +191,7 @@ def test_a_server_that_goes_down_and_comes_back(own: S3Server, brief: S3Transpor
 def test_a_server_that_dies_in_the_middle_of_a_payload(
     own: S3Server, brief: S3Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = [np.random.default_rng(i).integers(0, 256, LEAST, dtype=np.uint8) for i in range(32)]
+    sent = [np.random.default_rng(i).integers(0, 256, 1 << 20, dtype=np.uint8) for i in range(32)]
     into, ranges, read_range = room(sent), [0], StoredFile.into
     ticket = brief.publish(sent, nothing)
     lock = threading.Lock()
