@@ -8,14 +8,19 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kv.chunk import Run
 
+if TYPE_CHECKING:
+    from kv.bucket import S3Settings
+
 TIMEOUT_S = 120.0
+S3_CONNECTIONS, S3_RANGE_BYTES = 8, 8 << 20
 _SIZE = struct.Struct("!Q")
 
 
@@ -113,6 +118,52 @@ class RayWhole:
         held = pickle.loads(self._connection.recv_bytes())
         _scatter(self._ray.get(held[0], timeout=TIMEOUT_S), runs)
         self._connection.send_bytes(b"k")
+
+
+class S3Plain:
+    """The gathered cache as one object of a bucket, and ranged reads of it: pyarrow, and nothing of ours."""
+
+    port = 0
+
+    def __init__(self, settings: S3Settings | None, peer: str, connection: Connection) -> None:
+        from pyarrow import fs
+
+        assert settings is not None
+        self._fs = fs.S3FileSystem(
+            region=settings.region, endpoint_override=settings.endpoint, scheme=settings.scheme
+        )
+        self._path, self._connection = f"{settings.bucket}/plain", connection
+        self._pool = ThreadPoolExecutor(S3_CONNECTIONS)
+
+    def send(self, runs: Sequence[Run]) -> None:
+        """See ``Plain``."""
+        with self._fs.open_output_stream(self._path, compression=None) as stream:
+            stream.write(np.concatenate(runs))
+        self._connection.send_bytes(b"k")
+        if not self._connection.poll(TIMEOUT_S):
+            raise TimeoutError(f"the receiver did not get the object in {TIMEOUT_S:g} s")
+        self._connection.recv_bytes()
+
+    def receive(self, runs: Sequence[Run]) -> None:
+        """See ``Plain``."""
+        if not self._connection.poll(TIMEOUT_S):
+            raise TimeoutError(f"the sender did not store its object in {TIMEOUT_S:g} s")
+        self._connection.recv_bytes()
+        data = np.empty(sum(run.nbytes for run in runs), np.uint8)
+        starts = range(0, data.nbytes, S3_RANGE_BYTES)
+        list(self._pool.map(lambda i: self._read(data, starts[i::S3_CONNECTIONS]), range(S3_CONNECTIONS)))
+        _scatter(data, runs)
+        self._connection.send_bytes(b"k")
+
+    def _read(self, data: Run, starts: range) -> None:
+        if not starts:
+            return
+        file = self._fs.open_input_file(self._path)
+        for start in starts:
+            piece = data[start : start + S3_RANGE_BYTES]
+            file.seek(start)
+            if file.readinto(piece) != piece.nbytes:
+                raise ConnectionError("the object ended early")
 
 
 def _scatter(data: Run, runs: Sequence[Run]) -> None:

@@ -29,10 +29,12 @@ import psutil
 
 from actors import decode, prefill
 from experiments import netns
-from experiments.children import child
-from experiments.kv_station import BASELINES, MB, NEEDS_RAY, TRANSPORTS, Client, Place, Spent
+from experiments.children import ChildError, child
+from experiments.kv_station import BASELINES, MB, NEEDS_RAY, NEEDS_S3, TRANSPORTS, Client, Place, Spent
 from experiments.ray_nodes import RayNodes, ray_nodes
 from experiments.results import Run
+from experiments.s3_server import s3_server
+from kv.bucket import S3Settings
 
 KIND: Final = "bench-kv"
 Progress = Callable[[str], None]
@@ -54,6 +56,8 @@ COARSE_S: Final = 0.5
 """The machine counts its CPU time in hundredths of a second, and what surrounds a transfer is in it too."""
 PIECES: Final = (1, 2, 4, 8, 16, 32)
 """Megabytes. Sizes of a chunk whose curve is measured."""
+S3_MBYTES: Final = 512
+"""More does not go through a bucket at once: servers write slowly."""
 MAX_MBYTES: Final = 4096
 """Largest amount of KV that crosses at once, and so the receiver's cache at most."""
 OBJECT_STORE: Final = 1 << 30
@@ -269,12 +273,15 @@ def ends_at(
     """Start a sender at the first place and a receiver at the second, (address, command prefix) each."""
     with contextlib.ExitStack() as stack:
         wanted = [*parameters.transports, *parameters.baselines]
+        if "s3" not in wanted:  # then its baseline is not worth a server
+            wanted = [name for name in wanted if name not in NEEDS_S3]
         ray = None
         if NEEDS_RAY & set(wanted):
             nodes = places if places[0] != places[1] else places[:1]
             progress(f"{where}: starting {len(nodes)} Ray nodes")
             ray = stack.enter_context(ray_nodes(nodes, OBJECT_STORE))
         progress(f"{where}: starting both ends")
+        s3 = _s3(stack, places[0], where, wanted, found, progress)
         key = secrets.token_bytes(32)
         peers, sides = socket.socketpair(), socket.socketpair()
         for pair in (peers, sides):
@@ -295,7 +302,7 @@ def ends_at(
             client = Client(role, commands, running.check)
             client.call(
                 "place",
-                Place(address, key, ray.address if ray else None, blocks, seed=7 if index == 0 else 0),
+                Place(address, key, ray.address if ray else None, blocks, 7 if index == 0 else 0, s3),
             )
             clients.append(client)
         sender, receiver = clients
@@ -303,6 +310,8 @@ def ends_at(
             client.result()
         usable = []
         for name in wanted:
+            if name in NEEDS_S3 and s3 is None:
+                continue
             try:
                 _open(sender, receiver, name, places[1][0])
             except RuntimeError as error:
@@ -310,6 +319,30 @@ def ends_at(
             else:
                 usable.append(name)
         yield Ends(sender, receiver, places, ray, usable)
+
+
+def _s3(
+    stack: contextlib.ExitStack,
+    place: tuple[str, Sequence[str]],
+    where: str,
+    wanted: Sequence[str],
+    found: Found,
+    progress: Progress,
+) -> S3Settings | None:
+    """Start an S3 server beside the sender, if something needs it: what is fetched crosses the link."""
+    names = sorted(NEEDS_S3 & set(wanted))
+    if not names:
+        return None
+    address, prefix = place
+    kind = None if where == SAME_NODE else "versitygw"  # another server would not be on the link
+    try:
+        server = stack.enter_context(s3_server(kind, address, prefix))
+    except ChildError as error:
+        for name in names:
+            found.not_measured(name, where, str(error), progress)
+        return None
+    progress(f"{where}: S3 by {server.kind}")
+    return server.settings
 
 
 def _open(sender: Client, receiver: Client, name: str, address: str) -> None:
@@ -399,10 +432,14 @@ def _cases(ends: Ends, link: str, parameters: Parameters, found: Found, progress
             elif mbytes * concurrency > MAX_MBYTES:
                 found.not_measured(shape, link, f"more than {MAX_MBYTES} MB at once", progress)
             else:
+                if NEEDS_S3 & set(ends.usable) and mbytes * concurrency > S3_MBYTES:
+                    reason = f"more than {S3_MBYTES} MB at once through a bucket"
+                    found.not_measured(f"s3, {shape}", link, reason, progress)
                 cases += [
                     Case(name, link, mbytes, concurrency)
                     for name in ends.usable
-                    if name in TRANSPORTS or concurrency == 1
+                    if (name in TRANSPORTS or concurrency == 1)
+                    and (name not in NEEDS_S3 or mbytes * concurrency <= S3_MBYTES)
                 ]
     return cases
 
@@ -555,7 +592,14 @@ def _cores_busy(samples: Sequence[Sample]) -> float | None:
 
 
 def _limit(case: Case, found: Found) -> tuple[str, float | None]:
-    """What the rate is compared with: two copies of memory where the object store of one node does them."""
+    """What the rate is compared with.
+
+    Two copies of memory where the object store of one node does them; a plain client of the same server.
+    """
+    if case.transport in NEEDS_S3:
+        same = Case("s3 plain", case.link, case.mbytes, 1)
+        plain = [one.gbit_s for one in found.samples if one.case == same and one.piece is None]
+        return same.transport, median(plain) if plain else None
     if case.link == SAME_NODE and case.transport in NEEDS_RAY:
         times = found.copies.get((case.link, case.mbytes))
         rate = None if not times else case.mbytes * MB * 8 / median(copy for copy, _ in times) / 1e9 / 2

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -32,11 +32,14 @@ from actors.peers import OnTaken
 from actors.prefill import Sender
 from actors.rungs import Rungs
 from experiments import netns
-from experiments.kv_baselines import Plain, RayWhole, TorchSave, dumps
+from experiments.kv_baselines import Plain, RayWhole, S3Plain, TorchSave, dumps
 from kv.chunk import KVLayout, checksum
 from kv.errors import TransferError
 from kv.paged import PagedCache
 from kv.transport import Transport
+
+if TYPE_CHECKING:
+    from kv.bucket import S3Settings
 
 LAYERS: Final = 8
 BLOCK_BYTES: Final = 128 << 10
@@ -58,6 +61,7 @@ class Place:
         ray: HOST:PORT of the Ray cluster it belongs to, if there is one.
         blocks: of its paged cache.
         seed: of the cache's content.
+        s3: a bucket, if there is one.
 
     """
 
@@ -66,6 +70,7 @@ class Place:
     ray: str | None
     blocks: int
     seed: int
+    s3: S3Settings | None = None
 
 
 def _tcp(place: Place) -> Transport:
@@ -86,17 +91,28 @@ def _nixl(place: Place) -> Transport:
     return NixlTransport(place.address)
 
 
+def _s3(place: Place) -> Transport:
+    from kv.bucket import Bucket
+    from kv.s3 import S3Transport
+
+    assert place.s3 is not None
+    return S3Transport(Bucket(place.s3))
+
+
 TRANSPORTS: Final[Mapping[str, Callable[[Place], Transport]]] = {
     "tcp": _tcp,
     "plasma": _plasma,
     "nixl": _nixl,
+    "s3": _s3,
 }
 """What is measured. Imports belong inside: an end loads only what it uses."""
-BASELINES: Final[Mapping[str, Callable[[str, str, Connection], Plain]]] = {
-    "torch.save": TorchSave,
-    "ray whole": RayWhole,
+BASELINES: Final[Mapping[str, Callable[[Place, str, Connection], Plain]]] = {
+    "torch.save": lambda place, peer, side: TorchSave(place.address, peer, side),
+    "ray whole": lambda place, peer, side: RayWhole(place.address, peer, side),
+    "s3 plain": lambda place, peer, side: S3Plain(place.s3, peer, side),
 }
 NEEDS_RAY: Final = frozenset({"plasma", "ray whole"})
+NEEDS_S3: Final = frozenset({"s3", "s3 plain"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +206,7 @@ class End:
 
     def plain(self, name: str, peer: str) -> int:
         """Prepare a baseline; returns a port to connect to, or 0."""
-        self._baselines[name] = BASELINES[name](self.place.address, peer, self._side)
+        self._baselines[name] = BASELINES[name](self.place, peer, self._side)
         return self._baselines[name].port
 
 

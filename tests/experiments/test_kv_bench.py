@@ -167,3 +167,13 @@ def test_missing_tools_are_reported_and_the_rest_is_measured(
     assert not theirs["checksum"]
     save(run, tmp_path / "run.json")
     assert load(tmp_path / "run.json", "bench-kv").results["rows"] == run.results["rows"]
+
+
+def test_a_bucket_is_compared_with_a_plain_client_of_its_server() -> None:
+    run = measure(
+        replace(TINY, mbytes=(1,), concurrency=(1,), transports=("s3",), baselines=("s3 plain",)), print
+    )
+    rows = {row["case"]: row for row in run.results["rows"]}
+    plain, ours = rows["same-node/s3 plain/1x1"], rows["same-node/s3/1x1"]
+    assert (ours["limit"], ours["limit_gbit_s"], ours["checksum"]) == ("s3 plain", plain["gbit_s_p50"], True)
+    assert ours["ratio"] > 0
