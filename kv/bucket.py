@@ -34,6 +34,8 @@ CONNECT_TIMEOUT_S: Final = 2.0
 STALL_TIMEOUT_S: Final = 5.0
 """A connection on which nothing moves for this long is given up (and the request tried once more)."""
 ATTEMPTS: Final = 2
+CONFLICTS: Final = 4
+"""How often a request is made again that met another one (HTTP status 409), as S3 asks for."""
 
 T = TypeVar("T")
 
@@ -86,6 +88,10 @@ class Stored:
     name: str
     nbytes: int
     modified: float
+
+
+class Conflict(TransferError):
+    """Another request was changing the same place. Servers on file systems mean folders as well."""
 
 
 class Gate:
@@ -235,12 +241,24 @@ class Bucket:
         """
         if gate.closed:
             return
-        with self._errors(name):
-            with self._fs.open_output_stream(self._path(name), compression=None) as stream:
-                for run in runs:
-                    stream.write(run)
-            if gate.closed:
-                self._fs.delete_file(self._path(name))
+        self._again(lambda: self._put(name, runs))
+        if gate.closed:
+            self.delete(name)
+
+    def _put(self, name: str, runs: Sequence[Run]) -> None:
+        with (
+            self._errors(name),
+            self._fs.open_output_stream(self._path(name), compression=None) as stream,
+        ):
+            for run in runs:
+                stream.write(run)
+
+    def _again(self, request: Callable[[], None]) -> None:
+        """Make a request that may meet another one at the same place, some times at most."""
+        for _ in range(CONFLICTS):
+            with contextlib.suppress(Conflict):
+                return request()
+        return request()
 
     def find(self, name: str) -> Stored | None:
         """Return an object's size and age, None if it is not there."""
@@ -253,8 +271,12 @@ class Bucket:
 
     def delete(self, name: str) -> None:
         """Delete an object; one that is not there is none to delete."""
-        with contextlib.suppress(FileNotFoundError), self._errors(name, missing=FileNotFoundError):
-            self._fs.delete_file(self._path(name))
+
+        def delete() -> None:
+            with contextlib.suppress(FileNotFoundError), self._errors(name, missing=FileNotFoundError):
+                self._fs.delete_file(self._path(name))
+
+        self._again(delete)
 
     def list(self) -> list[Stored]:
         """Return all objects under the prefix."""
@@ -356,6 +378,8 @@ def _explained(what: str, words: str) -> TransferError:
         return TransferError(f"{what}: there is no such bucket; create it, or correct s3.bucket")
     if "SKEWED" in reason or "TimeTooSkewed" in reason:
         return TransferError(f"{what}: {reason}; set this machine's clock")
+    if "HTTP status 409" in reason:
+        return Conflict(f"{what}: {reason}; others write there at the same moment")
     if _FULL.search(reason):
         return StoreFull(f"{what}: {reason}; give it more room or lower s3.size_limit")
     if _REFUSED.search(reason):

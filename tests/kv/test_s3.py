@@ -16,7 +16,7 @@ import pytest
 from transport_suite import WAIT_S, Read, TransportSuite, fetched, nothing, payload, room, same, until
 
 from experiments.s3_server import S3Server, environment, s3_server
-from kv.bucket import Bucket, Gate, S3Settings, StoredFile
+from kv.bucket import CONFLICTS, Bucket, Conflict, Gate, S3Settings, StoredFile
 from kv.chunk import Run
 from kv.errors import ChunkCorrupt, PeerLost, TransferError, TransferTimeout
 from kv.s3 import RANGE_BYTES, S3Ticket, S3Transport, _ranges
@@ -356,3 +356,30 @@ def test_a_closed_bucket_says_so(bucket: Bucket) -> None:
         transport.fetch(ticket, room(payload(1)), WAIT_S)
     transport.release(ticket)
     assert transport.live() == (0, 0)
+
+
+def test_a_request_that_meets_another_one_is_made_again(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "AWS Error UNKNOWN (HTTP status 409) during PutObject operation: ExceptionName: OperationAborted"
+
+    class Busy:
+        """A file system on which others write at the same moment."""
+
+        def __init__(self, conflicts: int) -> None:
+            self.conflicts, self.inner = conflicts, fs
+
+        def open_output_stream(self, path: str, compression: None) -> object:
+            self.conflicts -= 1
+            if self.conflicts >= 0:
+                raise OSError(words)
+            return self.inner.open_output_stream(path, compression=compression)
+
+    fs, sent = bucket._fs, np.arange(9, dtype=np.uint8)
+    monkeypatch.setattr(bucket, "_fs", Busy(CONFLICTS))
+    bucket.put("x", [sent], Gate())
+    monkeypatch.setattr(bucket, "_fs", Busy(CONFLICTS + 1))
+    with pytest.raises(Conflict, match=r"HTTP status 409.*OperationAborted.*others write there"):
+        bucket.put("y", [sent], Gate())
+    monkeypatch.undo()
+    assert [stored.name for stored in bucket.list()] == ["x"]
