@@ -52,9 +52,12 @@ def test_it_serves_for_the_length_of_a_block_and_hides_its_keys() -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_it_dies_with_whoever_started_it(end: signal.Signals) -> None:
+def test_it_dies_with_whoever_started_it(end: signal.Signals, tmp_path: Path) -> None:
     find()  # builds it, if need be, outside of the wait
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # nobody else removes its folder
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], env=environment, stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout is not None
     pid = int(holder.stdout.readline())
     assert psutil.pid_exists(pid)
