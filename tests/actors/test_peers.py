@@ -29,7 +29,7 @@ class Process:
             assert isinstance(message.delivery, HandoverFailed)
             self.got.append(message.delivery.request_id)
             if self.takes:
-                channel.send(Taken(message.number))
+                channel.send(Taken(message.number, None))
 
         self.channels.append(channel)
         channel.open(taken, lambda _: None)
@@ -80,9 +80,11 @@ class World:
 
     def post(self, *request_ids: str) -> None:
         for request_id in request_ids:
-            self.peers.post(
-                "d", HandoverFailed(request_id, "r"), lambda rid=request_id: self.taken.append(rid)
-            )  # type: ignore[misc]
+
+            def taken(_: float | None, request_id: str = request_id) -> None:
+                self.taken.append(request_id)
+
+            self.peers.post("d", HandoverFailed(request_id, "r"), taken)
 
     async def until(self, done: Callable[[], object]) -> None:
         async with asyncio.timeout(20):
