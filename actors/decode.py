@@ -18,11 +18,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+from actors.loading import Loader
 from actors.marks import Marks
 from actors.messages import Again, Chunk, Delivery, Handed, HandoverEnd, HandoverFailed
 from actors.rungs import Rungs
 from kv.chunk import KVLayout
-from kv.errors import ChunkCorrupt, KVError, PeerLost, TransferError
+from kv.errors import KVError, PeerLost, TransferError
 from kv.ladder import cause_of
 from kv.paged import PagedCache
 
@@ -120,7 +121,7 @@ class Receiver:
 
     Args:
         cache: the engine's paged cache.
-        layout: what every chunk must say it is.
+        layout: its layout; chunks of other layouts are converted, if they can be.
         rungs: what payloads are fetched through.
         marks: stage times.
         wake: wakes the engine loop, called when there is something for it.
@@ -140,7 +141,7 @@ class Receiver:
         again: AskAgain,
         on_failed: Callable[[str, str], None],
     ) -> None:
-        self._cache, self._layout, self._rungs = cache, layout, rungs
+        self._loader, self._rungs = Loader(cache, layout, rungs.register), rungs
         self._marks, self._wake, self._again, self._on_failed = marks, wake, again, on_failed
         self._incoming: dict[str, _Incoming] = {}
         self._closed: OrderedDict[str, tuple[HandoverEnd | None, Handed | None]] = OrderedDict()
@@ -312,8 +313,7 @@ class Receiver:
         Returns the seconds that the transfer took, None if only a part of the payload was wanted.
         Raises TransferError when no rung is left; says what was wrong with each.
         """
-        if chunk.header.layout != self._layout:
-            raise ChunkCorrupt(request_id, "layout", self._layout, chunk.header.layout)
+        self._loader.require(chunk.header)
         failures: list[str] = []
         while True:
             try:
@@ -337,13 +337,11 @@ class Receiver:
 
     def _fetch(self, request_id: str, incoming: _Incoming, chunk: Chunk) -> float | None:
         """Bring in a chunk's blocks: not those the engine has already, nor any it did not allocate."""
-        target, cache, rung = incoming.target, self._cache, chunk.rung
+        target, rung = incoming.target, chunk.rung
         assert target is not None
-        (start, end), size = chunk.header.tokens, cache.block_size
-        first, last = start // size, cache.blocks_of(end)
-        low, high = target.skip // size, cache.blocks_of(target.end)
-        into = cache.runs_within(target.blocks, first, last - first, low, high)
         self._marks.note(request_id, "peer.published", last=True, at=chunk.published_at)
+        landing = self._loader.landing(chunk.header, target.blocks, (target.skip, target.end))
+        into = landing.into
         wanted = sum(run.nbytes for run in into if run is not None)
         began = time.monotonic()
         if wanted:
@@ -354,6 +352,7 @@ class Receiver:
         seconds = time.monotonic() - began
         self._marks.note(request_id, "fetched", last=True)
         chunk.header.verify(into)
+        landing.settle()
         if wanted:
             with self._lock:
                 self._rungs.tally.chunks[rung, chunk.cause] += 1

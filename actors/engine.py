@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 IDLE_TICK_S = 1.0
 """A waiting engine looks around this often even if nothing wakes it."""
 
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
+
 
 class Outputs(Protocol):
     """Where the loop puts what a step produced. Called on the engine thread."""
@@ -134,12 +136,13 @@ def build_core(model: str, options: dict[str, Any], engine_id: str) -> EngineCor
         engine_id: under which the worker registered its ``Link``.
 
     Raises:
-        EngineStartError: with vLLM's own message, if it refuses the options.
+        EngineStartError: with vLLM's own message, if it refuses the options; or they ask for several ranks.
 
     """
     from vllm.config import KVTransferConfig
     from vllm.v1.engine.core import EngineCore
 
+    _require_one_process(options)
     transfer = KVTransferConfig(
         kv_connector="HandoffConnector",
         kv_connector_module_path="actors.connector",
@@ -165,7 +168,7 @@ def engine_config(model: str, options: dict[str, Any]) -> Any:
     """Return vLLM's configuration for a model and engine options; see ``build_core``."""
     from vllm.engine.arg_utils import EngineArgs
 
-    parallel = [int(options.get(key, 1)) for key in ("tensor_parallel_size", "pipeline_parallel_size")]
+    parallel = [int(options.get(key, 1)) for key in PARALLEL]
     defaults: dict[str, Any] = {"distributed_executor_backend": "uni"} if parallel == [1, 1] else {}
     try:
         if (fake := fake_of(options)) is not None:
@@ -175,6 +178,16 @@ def engine_config(model: str, options: dict[str, Any]) -> Any:
         return EngineArgs(model=model, **{**defaults, **options}).create_engine_config()
     except (TypeError, ValueError) as error:
         raise EngineStartError(f"vLLM refused the engine options {options}: {error}") from error
+
+
+def _require_one_process(options: dict[str, Any]) -> None:
+    """Raise ``EngineStartError`` for several ranks: processes of their own, which find no worker."""
+    for key in PARALLEL:
+        if int(options.get(key, 1)) != 1:
+            raise EngineStartError(
+                f"{key} is {options[key]}: the KV of an engine of several ranks cannot be handed over yet; "
+                f"set it to 1 and give the cluster more workers instead"
+            )
 
 
 def add_request(core: EngineCore, request: EngineCoreRequest) -> None:

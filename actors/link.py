@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from actors.decode import AskAgain, Receiver
 from actors.marks import Marks
+from actors.packing import block_order, heads_of, learn
 from actors.prefill import Post, Sender
 from actors.rungs import Rungs
 from cluster.fake import FAKE
@@ -67,6 +68,8 @@ class Link:
         """Build both halves of the handover over the engine's cache tensors."""
         tensors = list(kv_caches.values())
         block_size = int(vllm_config.cache_config.block_size)
+        fake = FAKE in vllm_config.additional_config
+        heads, head_dim = (0, 0) if fake else heads_of(tensors)
         self.cache = PagedCache([block_bytes(tensor) for tensor in tensors], block_size)
         self.layout = KVLayout(
             model=self.model_digest,
@@ -74,7 +77,10 @@ class Link:
             layers=len(tensors),
             block_size=block_size,
             block_bytes=self.cache.block_nbytes,
-            order=FAKE if FAKE in vllm_config.additional_config else block_order(tensors[0], block_size),
+            order=FAKE if fake else block_order(tensors[0], block_size),
+            heads=heads,
+            head_dim=head_dim,
+            packing=learn(tensors[0].dtype, block_size, head_dim) if heads else "",
         )
         self.rungs.register(self.cache.memory())
         self.sender = Sender(self.name, self.cache, self.layout, self.rungs, self._post, self.wake)
@@ -115,15 +121,3 @@ def block_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
         raise NotImplementedError(f"KV cache with strides {tensor.stride()} and shape {tuple(tensor.shape)}")
     array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).reshape(tensor.shape[0], -1).numpy()
     return array
-
-
-def block_order(tensor: torch.Tensor, block_size: int) -> str:
-    """Name how a block of the CPU backend is packed: its shape, and the kernel's instruction set.
-
-    The kernels (vLLM ``csrc/cpu/cpu_attn_*.hpp``) store keys in tiles whose form depends on it.
-    """
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    head_size = tensor.shape[-1] // 2
-    isa = _get_attn_isa(tensor.dtype, block_size, head_size)
-    return f"{isa}:{'x'.join(map(str, tensor.shape[1:]))}"

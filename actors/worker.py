@@ -126,7 +126,7 @@ class Worker:
         """
         link = self._link_now()
         for peer in peers:
-            link.layout.require_equal(peer.layout)
+            link.layout.require_compatible(peer.layout)
         ways = [peer for peer in peers if (self._spec.role, peer.role) == ("prefill", "decode")]
         for peer in ways:
             link.rungs.meet(peer.name, peer.node, peer.transports)

@@ -29,6 +29,7 @@ Progress = Callable[[str], None]
 SCHEDULED_WITHIN_S = 10.0
 """A worker that Ray has not started by then never will: what it needs has gone since it was placed."""
 STARTED_WITHIN_S = 600.0
+CONNECTED_WITHIN_S = 60.0
 RESTARTS = 3
 
 
@@ -71,11 +72,13 @@ def start_workers(file: ClusterFile, progress: Progress) -> list[PlacedWorker]:
             progress(f"{ask.name} goes to node {placement.node_name}")
         infos = _wait_started(handles, progress)
         require_same(infos)
-        ways = ray.get(
-            [handles[name].connect.remote([p for p in infos if p.name != name]) for name in handles],
-            timeout=60,
-        )
-        for way in (line for lines in ways for line in lines):
+        connected = [handles[name].connect.remote([p for p in infos if p.name != name]) for name in handles]
+        _, waiting = ray.wait(connected, num_returns=len(connected), timeout=CONNECTED_WITHIN_S)
+        if waiting:
+            raise StartError(
+                f"{len(waiting)} workers did not answer in {CONNECTED_WITHIN_S:g} s when connected"
+            )
+        for way in (line for reference in connected for line in _result(reference)):
             progress(way)
     except BaseException:
         stop_workers(list(handles.values()))
@@ -134,11 +137,10 @@ def _wait_started(handles: dict[str, Any], progress: Progress) -> list[WorkerInf
     return [infos[name] for name in handles]
 
 
-def _result(reference: Any) -> WorkerInfo:
+def _result(reference: Any) -> Any:
     try:
-        info: WorkerInfo = ray.get(reference)
+        return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else EngineStartError(str(error)) from None
     except ray.exceptions.RayActorError as error:
         raise StartError(f"a worker's process ended while it started: {error}") from error
-    return info

@@ -22,7 +22,9 @@ Run = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How an engine's KV cache lies in memory; equal layouts can be exchanged byte for byte.
+    """How an engine's KV cache lies in memory.
+
+    Equal layouts can be exchanged byte for byte, compatible ones by ``kv/convert.py``.
 
     Attributes:
         model: fingerprint of the weights and the configuration (``actors/fingerprint.py``).
@@ -30,7 +32,11 @@ class KVLayout:
         layers: number of cache tensors (one per attention layer on this rank).
         block_size: tokens per block.
         block_bytes: bytes per block, layer and rank (keys and values together).
-        order: how the attention kernel packs a block; opaque, compared only.
+        order: name of how the attention kernel packs a block; compared only.
+        heads: key-value heads per rank; 0 if a block is not known to be divided into heads.
+        head_dim: elements of one head's key, and of its value; 0 likewise.
+        packing: where the kernel puts each element of a head (``kv/convert.py``); empty if that is
+            not known, and then only equal layouts can be exchanged.
 
     """
 
@@ -40,12 +46,20 @@ class KVLayout:
     block_size: int
     block_bytes: int
     order: str
+    heads: int = 0
+    head_dim: int = 0
+    packing: str = ""
 
-    def require_equal(self, peer: KVLayout) -> None:
-        """Raise ``LayoutMismatch`` naming the first field that differs, with both values."""
+    def require_compatible(self, peer: KVLayout) -> None:
+        """Raise ``LayoutMismatch`` unless this cache can take the peer's KV, and the peer this one's.
+
+        It names the first field that differs and must not, with both values.
+        """
+        known = bool(self.packing and peer.packing)
+        converted = ("block_size", "block_bytes", "order", "packing") if known else ()
         for field in self.__slots__:
             ours, theirs = getattr(self, field), getattr(peer, field)
-            if ours != theirs:
+            if field not in converted and ours != theirs:
                 raise LayoutMismatch(field, ours, theirs)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.engine import EngineLoop, engine_config
+from actors.engine import EngineLoop, build_core, engine_config
 from actors.errors import EngineStartError
 from experiments.models import make
 
@@ -31,6 +31,12 @@ def model() -> Path:
 def test_an_option_that_vllm_refuses_is_named(model: Path, option: str, value: object, says: str) -> None:
     with pytest.raises(EngineStartError, match=rf"(?s){option}.*{says}"):
         engine_config(str(model), {option: value})
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_an_engine_of_several_ranks_is_refused(option: str) -> None:
+    with pytest.raises(EngineStartError, match=f"{option} is 2: .*set it to 1"):
+        build_core("anything", {option: 2}, "some-engine")
 
 
 class FakeCore:

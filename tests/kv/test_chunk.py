@@ -84,7 +84,7 @@ def test_copying_into_memory_of_another_size_writes_nothing() -> None:
 
 
 def test_equal_layouts_pass() -> None:
-    LAYOUT.require_equal(replace(LAYOUT))
+    LAYOUT.require_compatible(replace(LAYOUT))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_equal_layouts_pass() -> None:
 )
 def test_a_layout_that_differs_is_named_with_both_values(field: str, value: object) -> None:
     with pytest.raises(LayoutMismatch) as caught:
-        LAYOUT.require_equal(replace(LAYOUT, **{field: value}))
+        LAYOUT.require_compatible(replace(LAYOUT, **{field: value}))
     assert (caught.value.field, caught.value.ours, caught.value.theirs) == (
         field,
         getattr(LAYOUT, field),
@@ -108,7 +108,39 @@ def test_a_layout_that_differs_is_named_with_both_values(field: str, value: obje
 
 def test_the_first_difference_is_the_one_that_is_named() -> None:
     with pytest.raises(LayoutMismatch, match="model is"):
-        LAYOUT.require_equal(replace(LAYOUT, model="m2", order="x"))
+        LAYOUT.require_compatible(replace(LAYOUT, model="m2", order="x"))
+
+
+KNOWN = replace(LAYOUT, heads=2, head_dim=8, packing="0 1024*1, 1024 1024*1")
+
+
+def test_blocks_of_known_packings_may_differ_in_size_and_order() -> None:
+    other = replace(KNOWN, block_size=64, block_bytes=4096, order="amx", packing="0 512*1, 512 512*1")
+    KNOWN.require_compatible(other)
+    other.require_compatible(KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("model", "m2"), ("dtype", "torch.float16"), ("layers", 9), ("heads", 4), ("head_dim", 16)],
+)
+def test_nothing_else_may_differ(field: str, value: object) -> None:
+    other = replace(KNOWN, **{"block_size": 64, "packing": "0 512*1, 512 512*1", field: value})
+    with pytest.raises(LayoutMismatch) as caught:
+        KNOWN.require_compatible(other)
+    assert (caught.value.field, caught.value.ours, caught.value.theirs) == (
+        field,
+        getattr(KNOWN, field),
+        value,
+    )
+
+
+@pytest.mark.parametrize("unknown", [0, 1])
+def test_both_packings_must_be_known(unknown: int) -> None:
+    pair = [KNOWN, replace(KNOWN, block_size=64, packing="0 512*1, 512 512*1")]
+    pair[unknown] = replace(pair[unknown], packing="")
+    with pytest.raises(LayoutMismatch, match="block_size is 128 here and 64 there"):
+        pair[0].require_compatible(pair[1])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,167 @@
+"""A handover between engines of different block sizes: real sender, receiver and transports, no engine."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import actors.prefill
+from actors.decode import Receiver, Target
+from actors.marks import Marks
+from actors.messages import Chunk, Delivery
+from actors.peers import OnTaken
+from actors.prefill import Sender
+from actors.rungs import Rungs
+from kv.chunk import KVLayout
+from kv.memory import MemoryTransport
+from kv.nixl import NixlTransport
+from kv.paged import PagedCache
+from kv.tcp import TcpTransport
+from kv.transport import Transport
+
+LAYERS, HEADS, DIM, PROMPT = 3, 2, 16, 150
+WITHIN_S = 10.0
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "memory": MemoryTransport,
+    "tcp": lambda: TcpTransport("127.0.0.1", b"k" * 32),
+    "nixl": lambda: NixlTransport("127.0.0.1"),
+}
+
+
+class Engine:
+    """A cache whose keys lie with a token's first elements first, or values so; and how it reads a token."""
+
+    def __init__(self, size: int, across: bool, seed: int) -> None:
+        part, count = size * DIM, -(-PROMPT // size) + 2
+        rows, columns = f"{part}*1", f"{size}*1 {DIM}*{size}"
+        packing = f"0 {columns}, {part} {rows}" if across else f"0 {rows}, {part} {rows}"
+        nbytes = HEADS * 2 * part * 2
+        self.layout = KVLayout("m", "bf16", LAYERS, size, nbytes, str(across), HEADS, DIM, packing)
+        random = np.random.default_rng(seed)
+        self.layers = [random.integers(0, 256, (count, nbytes), np.uint8) for _ in range(LAYERS)]
+        self.cache = PagedCache(self.layers, size)
+        self.blocks = random.permutation(count)[: count - 2].tolist()
+        self.across, self.size = across, size
+
+    def keys(self, token: int) -> list[list[list[int]]]:
+        """By layer and head."""
+        read = []
+        for layer in self.layers:
+            heads = layer[self.blocks[token // self.size]].view(np.uint16).reshape(HEADS, 2, -1)[:, 0]
+            at = token % self.size
+            part = heads[:, at :: self.size] if self.across else heads[:, at * DIM : (at + 1) * DIM]
+            read.append(part.tolist())
+        return read
+
+    def values(self, token: int) -> list[list[list[int]]]:
+        at = token % self.size * DIM
+        return [
+            layer[self.blocks[token // self.size]]
+            .view(np.uint16)
+            .reshape(HEADS, 2, -1)[:, 1, at : at + DIM]
+            .tolist()
+            for layer in self.layers
+        ]
+
+    def tokens(self, *held: int) -> list[object]:
+        return [(self.keys(token), self.values(token)) for token in held]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    try:
+        made = TRANSPORTS[request.param]()
+    except ImportError as error:
+        pytest.skip(f"NIXL cannot be imported ({error}): pip install 'handoff[nixl]'")
+    with closing(made):
+        yield made
+
+
+def hand_over(
+    transport: Transport,
+    source: Engine,
+    target: Engine,
+    skip: int,
+    spoil: Callable[[Chunk], Chunk] = lambda chunk: chunk,
+) -> list[tuple[str, str]]:
+    """Prefill on one engine in steps of 64 tokens, load in the other; return failures."""
+    failures: list[tuple[str, str]] = []
+
+    def post(peer: str, delivery: Delivery, done: OnTaken) -> None:
+        receiver.deliver(spoil(delivery) if isinstance(delivery, Chunk) else delivery, done)
+
+    rungs = Rungs({transport.name: transport})
+    rungs.register([*source.cache.memory(), *target.cache.memory()])
+    sender = Sender("prefill-worker", source.cache, source.layout, rungs, post, lambda: None)
+    receiver = Receiver(
+        target.cache,
+        target.layout,
+        rungs,
+        Marks(),
+        lambda: None,
+        lambda _, asked, timeout_s: sender.again(asked),
+        lambda *failure: failures.append(failure),
+    )
+    receiver.expect("r", WITHIN_S)
+    receiver.open("r", Target(target.blocks, skip, PROMPT))
+    sender.open("r", "peer")
+    for end in (64, 128, PROMPT):
+        sender.valid("r", source.blocks, end - (end % source.size if end < PROMPT else 0))
+    sender.finish("r", 7)
+    deadline = time.monotonic() + WITHIN_S
+    while not failures and "r" not in receiver.take_finished():
+        assert time.monotonic() < deadline, f"not loaded within {WITHIN_S:g} s"
+        time.sleep(0.002)
+    receiver.stop()
+    while not failures and transport.live() != (0, 0):
+        assert time.monotonic() < deadline, f"chunks are live after {WITHIN_S:g} s: {transport.live()}"
+        time.sleep(0.002)
+    return failures
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(32, 8), (8, 32), (24, 32), (32, 24), (16, 16)])
+@pytest.mark.parametrize("blocks_held", [0, 2])
+def test_every_token_arrives(
+    transport: Transport, theirs: int, ours: int, blocks_held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors.prefill, "MAX_CHUNK_BYTES", 30_000)  # so that there are several chunks
+    source, target = Engine(theirs, across=True, seed=1), Engine(ours, across=False, seed=2)
+    skip = blocks_held * ours
+    before = target.tokens(*range(skip))
+    assert hand_over(transport, source, target, skip) == []
+    assert target.tokens(*range(skip, PROMPT)) == source.tokens(*range(skip, PROMPT))
+    assert target.tokens(*range(skip)) == before
+
+
+def test_what_was_damaged_is_not_converted() -> None:
+    source, target = Engine(32, across=True, seed=1), Engine(8, across=False, seed=2)
+    before = target.tokens(*range(PROMPT))
+
+    def spoil(chunk: Chunk) -> Chunk:
+        sums = (chunk.header.checksums[0] ^ 1, *chunk.header.checksums[1:])
+        return replace(chunk, header=replace(chunk.header, checksums=sums))
+
+    ((_, reason),) = hand_over(MemoryTransport(), source, target, 0, spoil)
+    assert "checksum of run 0" in reason
+    assert target.tokens(*range(PROMPT)) == before
+
+
+def test_a_chunk_that_starts_within_a_block_is_refused() -> None:
+    def spoil(chunk: Chunk) -> Chunk:
+        return replace(chunk, header=replace(chunk.header, tokens=(5, 64)))
+
+    source, target = Engine(32, across=True, seed=1), Engine(8, across=False, seed=2)
+    ((_, reason),) = hand_over(MemoryTransport(), source, target, 0, spoil)
+    assert "first token is 5, expected a multiple of 32" in reason
+
+
+def test_another_model_is_refused() -> None:
+    def spoil(chunk: Chunk) -> Chunk:
+        return replace(chunk, header=replace(chunk.header, layout=replace(source.layout, model="n")))
+
+    source, target = Engine(32, across=True, seed=1), Engine(8, across=False, seed=2)
+    ((_, reason),) = hand_over(MemoryTransport(), source, target, 0, spoil)
+    assert "model is 'm' here and 'n' there" in reason
