@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kv.chunk import ChunkHeader, KVLayout
+from kv.tls import TlsFiles
 from kv.transport import Ticket
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class WorkerSpec:
         engine: options passed to vLLM unchanged.
         transport: name of the KV transport; ``auto`` for all there are, and a ladder over them.
         s3: the bucket that is one of them, if there is one.
+        tls: this node's certificates; with them, nothing that cannot be encrypted is a transport.
 
     """
 
@@ -40,6 +42,7 @@ class WorkerSpec:
     engine: Mapping[str, Any]
     transport: str = "auto"
     s3: S3Settings | None = None
+    tls: TlsFiles | None = None
 
 
 @dataclass(frozen=True, slots=True)

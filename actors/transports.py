@@ -10,6 +10,7 @@ from actors.secret import data_plane_key
 from kv.nixl import NixlTransport
 from kv.plasma import PlasmaTransport
 from kv.tcp import TcpTransport
+from kv.tls import TlsFiles
 from kv.transport import Transport
 
 AUTO = ("tcp", "plasma")
@@ -22,10 +23,13 @@ def make_transports(spec: WorkerSpec) -> dict[str, Transport]:
     Raises:
         WorkerError: one cannot be had on this node.
         kv.errors.TransferError: the bucket's credentials cannot be had.
+        kv.tls.TlsError: a certificate cannot be used; names the file.
 
     """
     names = AUTO if spec.transport == "auto" else (spec.transport,)
-    made = {name: make_transport(name) for name in names}
+    if spec.tls is not None:
+        names = ("tcp",)
+    made = {name: make_transport(name, spec.tls) for name in names}
     if spec.s3 is not None and spec.transport == "auto":
         from kv.bucket import Bucket  # pyarrow takes its time
         from kv.s3 import SweptS3Transport
@@ -34,12 +38,12 @@ def make_transports(spec: WorkerSpec) -> dict[str, Transport]:
     return made
 
 
-def make_transport(name: str) -> Transport:
+def make_transport(name: str, tls: TlsFiles | None = None) -> Transport:
     """Return the transport of that name."""
     if name == "plasma":
         return PlasmaTransport()
     if name == "tcp":
-        return TcpTransport(ray.util.get_node_ip_address(), data_plane_key())
+        return TcpTransport(ray.util.get_node_ip_address(), data_plane_key(), tls)
     if name == "nixl":
         try:
             return NixlTransport(ray.util.get_node_ip_address())

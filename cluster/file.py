@@ -143,6 +143,18 @@ class S3(_Model):
     connections: Annotated[int, Field(ge=1, le=64)] = 8
 
 
+class Tls(_Model):
+    """Encrypts KV on its way from worker to worker. Paths of PEM files, the same on every node.
+
+    certificate, key: the node's own, without a passphrase. authority: the certificate that has signed every
+    node's, and nobody else's: whoever it has signed may read KV.
+    """
+
+    certificate: Annotated[str, Field(min_length=1)]
+    key: Annotated[str, Field(min_length=1)]
+    authority: Annotated[str, Field(min_length=1)]
+
+
 class Recompute(_Model):
     """How many prompt tokens decode workers may prefill for themselves, after handovers that failed.
 
@@ -171,6 +183,7 @@ class ClusterFile(_Model):
     transport: how KV moves from prefill to decode workers: `auto` measures the ways there are and takes the
     fastest that works; otherwise only the one that is named: directly (tcp, nixl), or through Ray (plasma).
     s3: the bucket that they go through when no direct way works; none unless set.
+    tls: certificates to encrypt KV with: it goes directly (tcp) then, or through the bucket, not through Ray.
     """
 
     name: Name = "handoff"
@@ -179,10 +192,20 @@ class ClusterFile(_Model):
     engine: Mapping[str, Any] = {}
     transport: Literal["auto", "tcp", "plasma", "nixl"] = "auto"
     s3: S3 | None = None
+    tls: Tls | None = None
     recompute: Recompute = Recompute()
     gateway: Gateway = Gateway()
     nodes: Annotated[Mapping[Name, NodeGroup], Field(min_length=1)]
     workers: Workers = Workers()
+
+    @model_validator(mode="after")
+    def _tls_can_be_kept(self) -> Self:
+        if self.tls is not None and self.transport not in ("auto", "tcp"):
+            raise ValueError(
+                f"transport: {self.transport} cannot be encrypted, and the file has a `tls` section; "
+                f"choose transport: tcp or auto, or leave tls out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _roles_offered(self) -> Self:

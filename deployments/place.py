@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,6 +22,7 @@ from cluster.nodes import snapshot
 from cluster.placement import Placement, WorkerAsk, place
 from deployments.errors import StartError
 from kv.bucket import S3Settings
+from kv.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ def start_workers(file: ClusterFile, progress: Progress) -> list[PlacedWorker]:
                 engine=file.engine_for(ask.role, placement.node_name),
                 transport=file.transport,
                 s3=None if file.s3 is None else S3Settings(**file.s3.model_dump()),
+                tls=None if file.tls is None else TlsFiles(**_paths(file.tls.model_dump())),
             )
             handles[ask.name] = _create(spec, ask, placement)
             progress(f"{ask.name} goes to node {placement.node_name}")
@@ -90,6 +93,10 @@ def stop_workers(handles: Sequence[Any]) -> None:
     """End worker actors at once."""
     for handle in handles:
         ray.kill(handle, no_restart=True)
+
+
+def _paths(files: dict[str, str]) -> dict[str, Path]:
+    return {field: Path(file) for field, file in files.items()}
 
 
 def _create(spec: WorkerSpec, ask: WorkerAsk, placement: Placement) -> Any:

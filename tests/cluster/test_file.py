@@ -83,6 +83,22 @@ def test_a_bucket_is_optional_and_given_to_the_workers_as_it_is(tmp_path: Path) 
     assert read(tmp_path, "model: m\nnodes: {a: {role: both}}").s3 is None
 
 
+TLS = "\ntls: {certificate: /c.pem, key: /c.key, authority: /ca.pem}\n"
+
+
+def test_certificates_are_given_to_the_workers_as_they_are(tmp_path: Path) -> None:
+    tls = read(tmp_path, MINIMAL + TLS).tls
+    assert tls is not None
+    assert tls.model_dump() == {"certificate": "/c.pem", "key": "/c.key", "authority": "/ca.pem"}
+    assert read(tmp_path, MINIMAL).tls is None
+
+
+@pytest.mark.parametrize("transport", ["plasma", "nixl"])
+def test_what_cannot_be_encrypted_is_not_chosen_beside_certificates(tmp_path: Path, transport: str) -> None:
+    with pytest.raises(ClusterFileError, match=f"transport: {transport} cannot be encrypted.*tcp or auto"):
+        read(tmp_path, f"model: m\nnodes: {{a: {{role: both}}}}\ntransport: {transport}{TLS}")
+
+
 def test_a_loaded_file_cannot_be_changed(tmp_path: Path) -> None:
     file = read(tmp_path, MINIMAL)
     with pytest.raises(ValidationError, match="frozen"):
