@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 CLOCK_SAMPLES = 5
 RECONNECT_S = 1.0
 RETURN_TIMEOUT_S = 120.0
+STATS_TIMEOUT_S = 2.0
 
 
 class WorkerClient:
@@ -85,8 +86,12 @@ class WorkerClient:
         self._send(Abort(tuple(request_ids)))
 
     async def stats(self) -> WorkerStats:
-        """Return the worker's counters."""
-        stats: WorkerStats = await self.handle.stats.remote()
+        """Return the worker's counters.
+
+        Raises TimeoutError if it does not answer: Ray holds calls to a worker whose node is gone.
+        """
+        async with asyncio.timeout(STATS_TIMEOUT_S):
+            stats: WorkerStats = await self.handle.stats.remote()
         return stats
 
     async def reset_prefix_cache(self) -> bool:
