@@ -14,7 +14,7 @@ PACKAGES := handoff experiments deployments actors cluster kv
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED) ## Install everything into .venv (about 5 GB, mostly PyTorch)
+setup: $(INSTALLED) ## Install everything into .venv (about 7 GB, mostly PyTorch)
 
 demo: setup ## Two Ray nodes, real prompts, a KV cache that crosses between them (MODEL=path or hub id)
 	$(BIN)/handoff demo $(if $(MODEL),--model "$(MODEL)")
@@ -54,7 +54,7 @@ clean: ## Remove what `make` made: the environment, models, caches
 	.uv/bin/pip install -q uv
 
 $(INSTALLED): $(REQUIREMENTS) pyproject.toml | $(UV)
-	@echo "installing $(REQUIREMENTS) into $(VENV): about 5 GB, a minute or more"
+	@echo "installing $(REQUIREMENTS) into $(VENV): about 7 GB, a minute or more"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $$($(PYTHON) --version) is too old; set PYTHON= to Python 3.11 or newer"; exit 1; }
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
