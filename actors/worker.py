@@ -62,8 +62,6 @@ SWEEP_S = 0.25
 CALL_TIMEOUT_S = 60.0
 PROBED_S = 15.0
 """A worker that is being connected measures the ways to its peers for this long, then it serves."""
-TOLD_WITHIN_S = 0.5
-"""A worker whose engine died ends this long after it has told its gateways."""
 
 
 class Worker:
@@ -368,9 +366,8 @@ class Worker:
     def _undelivered(self, delivery: Delivery, reason: str) -> None:
         """Tell the gateway, which need not wait for the decode worker to find out."""
         request_id = delivery.header.request_id if isinstance(delivery, Chunk) else delivery.request_id
-        for (
-            channel
-        ) in self._gateways.values():  # the request may have left this worker, and with it its owner
+        # The request may have left this worker, and with it the number of its gateway.
+        for channel in self._gateways.values():
             channel.send(OutputBatch((), failures={request_id: reason}))
 
     def _put(self, client: int, batch: OutputBatch) -> None:

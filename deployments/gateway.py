@@ -37,6 +37,8 @@ from deployments.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
+CONNECTED_WITHIN_S = 120.0
+"""A worker that is being restarted has that long to load its model."""
 KEEP_ALIVE_S = 60
 GRACEFUL_S = 4
 """How long a replica that is being stopped goes on answering; Serve ends it a second later."""
@@ -89,9 +91,16 @@ class Gateway:
         dispatcher = self._engine.dispatcher
         for name in self._spec.workers:
             handle = ray.get_actor(name, namespace=NAMESPACE)
-            info: WorkerInfo = await handle.start.remote()
-            worker = WorkerClient(handle, info, client, key, dispatcher.on_batch, dispatcher.on_lost)
-            await worker.connect()
+            try:
+                async with asyncio.timeout(CONNECTED_WITHIN_S):
+                    info: WorkerInfo = await handle.start.remote()
+                    worker = WorkerClient(handle, info, client, key, dispatcher.on_batch, dispatcher.on_lost)
+                    await worker.connect()
+            except TimeoutError:
+                raise StartError(
+                    f"worker {name} did not answer the gateway within {CONNECTED_WITHIN_S:.0f} s; "
+                    f"see the cluster's logs"
+                ) from None
             dispatcher.add_worker(worker)
         self._metrics.register()
         self._polling = asyncio.create_task(self._metrics.poll(), name="worker metrics")

@@ -15,7 +15,6 @@ from deployments.worker_client import WorkerClient
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-POLL_TIMEOUT_S = 5.0
 
 
 class WorkerMetrics(Collector):
@@ -55,8 +54,7 @@ async def _ask(worker: WorkerClient) -> WorkerStats | None:
     if not worker.alive:
         return None
     try:
-        async with asyncio.timeout(POLL_TIMEOUT_S):
-            return await worker.stats()
+        return await worker.stats()
     except Exception as error:
         logger.debug("worker %s gave no counters: %s", worker.info.name, error or type(error).__name__)
         return None

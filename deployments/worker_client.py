@@ -21,6 +21,8 @@ CLOCK_SAMPLES = 5
 RECONNECT_S = 1.0
 RETURN_TIMEOUT_S = 120.0
 STATS_TIMEOUT_S = 2.0
+RESET_TIMEOUT_S = 65.0
+"""A little more than the worker itself waits for its engine."""
 
 
 class WorkerClient:
@@ -69,14 +71,6 @@ class WorkerClient:
         self._channel.send(Hello(self.client))
         self.alive = True
 
-    def close(self) -> None:
-        """End the channel, or the wait for the worker's return."""
-        self.alive = False
-        if self._return is not None:
-            self._return.cancel()
-        if self._channel is not None:
-            self._channel.close()
-
     def submit(self, frame: tuple[bytes, ...], handover: Handover | None) -> None:
         """Send a request. If the worker is gone, ``on_lost`` is called, now or soon."""
         self._send(Submit(frame, handover))
@@ -95,8 +89,12 @@ class WorkerClient:
         return stats
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; returns whether the engine could (nothing was running)."""
-        return bool(await self.handle.reset_prefix_cache.remote())
+        """Forget cached prefixes; returns whether the engine could (nothing was running).
+
+        Raises TimeoutError if the worker does not answer; see ``stats``.
+        """
+        async with asyncio.timeout(RESET_TIMEOUT_S):
+            return bool(await self.handle.reset_prefix_cache.remote())
 
     async def _measure_offset(self) -> float:
         """Return the worker's clock minus ours, from the fastest of a few round trips (Cristian 1989)."""
