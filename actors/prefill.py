@@ -430,7 +430,7 @@ class Sender:
         with self._quiet:
             outgoing.unread += entry.holds
         try:
-            return self._rungs.transport(rung).publish(runs, read)
+            return self._rungs.publish(outgoing.peer, rung, runs, read)
         except BaseException:
             read()
             raise

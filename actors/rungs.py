@@ -19,7 +19,7 @@ from actors.messages import Probe
 from kv.chunk import Run, checksum
 from kv.errors import ChunkCorrupt, KVError, TransferError
 from kv.ladder import PROBE_SIZES, PROBE_WITHIN_S, Choice, Ladder, Side, cause_of, possible
-from kv.transport import Transport
+from kv.transport import Ticket, Transport, needs_ray
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,13 @@ class Rungs:
         if rung not in self.transports:
             raise TransferError(f"this worker has no transport {rung!r}, only {', '.join(self.transports)}")
         return self.transports[rung]
+
+    def publish(self, peer: str, rung: str, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+        """Publish over one rung for one peer; see ``Transport.publish``."""
+        with self._lock:
+            side = self._sides.get(peer)
+        near = side is not None and side.node == self._node
+        return self.transport(rung).publish(runs, read, near)
 
     def meet(self, peer: str, node: str, transports: tuple[str, ...]) -> None:
         """Learn where a peer is and what it has; until then it is taken to be elsewhere and have the same."""
@@ -188,13 +195,15 @@ class Rungs:
         transport, deadline = self.transport(rung), time.monotonic() + PROBE_WITHIN_S
         rounds: list[list[float]] = []
         asking: list[float] = []
+        by_ray = False
         for _ in range(PROBE_ROUNDS):
             seconds = []
             for size in PROBE_SIZES:
                 run = self._payload[:size]
                 began = time.monotonic()
-                ticket = transport.publish([run], _nothing)
+                ticket = self.publish(peer, rung, [run], _nothing)
                 published_s = time.monotonic() - began
+                by_ray = needs_ray(ticket)
                 try:
                     probe = Probe(rung, ticket, size, checksum(run))
                     began = time.monotonic()
@@ -204,7 +213,7 @@ class Rungs:
                 finally:
                     transport.release(ticket)
             rounds.append(seconds)
-        announcing_s = 0.0 if transport.plain_tickets else max(0.0, min(asking)) / 2  # there, not back
+        announcing_s = max(0.0, min(asking)) / 2 if by_ray else 0.0  # there, not back
         return [min(times) for times in zip(*rounds, strict=True)], announcing_s
 
     def answer(self, probe: Probe, timeout_s: float) -> float:

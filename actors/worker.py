@@ -50,7 +50,7 @@ from actors.secret import CHANNEL_PURPOSE, data_plane_key
 from actors.transports import make_transports
 from cluster.fake import FAKE
 from kv.ladder import PROBE_SIZES
-from kv.transport import Transport
+from kv.transport import Transport, needs_ray
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
@@ -357,10 +357,8 @@ class Worker:
     def _post(self, peer: str, delivery: Delivery, taken: OnTaken) -> None:
         """Any thread: send a delivery to another worker."""
         assert self._peers is not None
-        plain = (
-            not isinstance(delivery, Chunk) or self._link_now().rungs.transport(delivery.rung).plain_tickets
-        )
-        send = self._peers.post if plain else self._peers.call
+        by_ray = isinstance(delivery, Chunk) and needs_ray(delivery.ticket)
+        send = self._peers.call if by_ray else self._peers.post
         send(peer, delivery, taken)
 
     def _undelivered(self, delivery: Delivery, reason: str) -> None:

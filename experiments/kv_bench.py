@@ -35,6 +35,7 @@ from experiments.ray_nodes import RayNodes, ray_nodes
 from experiments.results import Run
 from experiments.s3_server import s3_server
 from kv.bucket import S3Settings
+from kv.ladder import PROBE_SIZES
 
 KIND: Final = "bench-kv"
 Progress = Callable[[str], None]
@@ -51,6 +52,8 @@ MEMORY_COPY, IPERF3 = "memory copy", "iperf3"
 IPERF_STREAMS: Final = (1, 2, 4)
 IPERF_S: Final = 1
 FIRST_MBYTES: Final = 109
+PROBE_MBYTES: Final = max(PROBE_SIZES) // MB
+"""Workers that meet send each other as much over every transport, before any request."""
 START_END: Final = "from experiments.kv_station import main; main()"
 COARSE_S: Final = 0.5
 """The machine counts its CPU time in hundredths of a second, and what surrounds a transfer is in it too."""
@@ -302,7 +305,15 @@ def ends_at(
             client = Client(role, commands, running.check)
             client.call(
                 "place",
-                Place(address, key, ray.address if ray else None, blocks, 7 if index == 0 else 0, s3),
+                Place(
+                    address,
+                    places[1 - index][0],
+                    key,
+                    ray.address if ray else None,
+                    blocks,
+                    7 if index == 0 else 0,
+                    s3,
+                ),
             )
             clients.append(client)
         sender, receiver = clients
@@ -360,8 +371,10 @@ def _open(sender: Client, receiver: Client, name: str, address: str) -> None:
 def _measure_link(ends: Ends, link: str, parameters: Parameters, found: Found, progress: Progress) -> None:
     until = found.next_link()
     cases = _cases(ends, link, parameters, found, progress)
-    for name in ends.usable:  # before anything else has warmed anything
+    for name in ends.usable:  # before anything else has warmed anything but what workers do when they meet
         if name in TRANSPORTS and LINKS[link] is None and FIRST_MBYTES in parameters.mbytes:
+            with contextlib.suppress(RuntimeError):  # it will fail again below, and be told there
+                transfer(ends, Case(name, link, PROBE_MBYTES, 1))
             sample = _measure_case(ends, Case(name, link, FIRST_MBYTES, 1), found, progress, first=True)
             if sample is not None:
                 progress(f"{link}: {name}, the first {FIRST_MBYTES} MB: {sample.gbit_s:.1f} Gbit/s")

@@ -36,7 +36,7 @@ from experiments.kv_baselines import Plain, RayWhole, S3Plain, TorchSave, dumps
 from kv.chunk import KVLayout, checksum
 from kv.errors import TransferError
 from kv.paged import PagedCache
-from kv.transport import Transport
+from kv.transport import Transport, needs_ray
 
 if TYPE_CHECKING:
     from kv.bucket import S3Settings
@@ -57,6 +57,7 @@ class Place:
 
     Attributes:
         address: its IP address on the link.
+        peer: the other end's.
         key: of the data plane.
         ray: HOST:PORT of the Ray cluster it belongs to, if there is one.
         blocks: of its paged cache.
@@ -66,6 +67,7 @@ class Place:
     """
 
     address: str
+    peer: str
     key: bytes
     ray: str | None
     blocks: int
@@ -229,7 +231,8 @@ class SendingEnd(End):
         if transport not in self._senders:
             made = TRANSPORTS[transport](self.place)
             made.register(self.cache.memory())
-            rungs = Rungs({transport: made})
+            rungs = Rungs({transport: made}, self.place.address)
+            rungs.meet("receiver", self.place.peer, (transport,))
             self._senders[transport] = Sender("sender", self.cache, self.layout, rungs, self._post, _nothing)
             self._rungs[transport] = rungs
             if len(self._senders) == 1:
@@ -289,7 +292,8 @@ class SendingEnd(End):
             self._posted += 1
             number = self._posted
             self._done[number] = read
-        self._peer.send_bytes(dumps((number, delivery)))
+        by_ray = isinstance(delivery, Chunk) and needs_ray(delivery.ticket)
+        self._peer.send_bytes((dumps if by_ray else pickle.dumps)((number, delivery)))
 
     def _acknowledged(self) -> None:
         while True:

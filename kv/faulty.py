@@ -50,7 +50,7 @@ class FaultyTransport:
     """
 
     def __init__(self, inner: Transport) -> None:
-        self.inner, self.name, self.plain_tickets = inner, inner.name, inner.plain_tickets
+        self.inner, self.name = inner, inner.name
         self.latency_s = 0.0
         self.s_per_byte = 0.0
         self.fired: Counter[str] = Counter()
@@ -67,11 +67,11 @@ class FaultyTransport:
         """See ``Transport.register``."""
         self.inner.register(memory)
 
-    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+    def publish(self, runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> Ticket:
         """See ``Transport.publish``."""
         if self._next("full"):
             raise StoreFull("no room is left: a fault was asked for")
-        return self.inner.publish(runs, read)
+        return self.inner.publish(runs, read, near)
 
     def fetch(self, ticket: Ticket, into: Sequence[Run | None], timeout_s: float) -> None:
         """See ``Transport.fetch``."""

@@ -22,7 +22,6 @@ class MemoryTransport:
     """
 
     name = "memory"
-    plain_tickets = True
 
     def __init__(self, capacity: int = 1 << 30) -> None:
         self._capacity = capacity
@@ -32,7 +31,7 @@ class MemoryTransport:
     def register(self, memory: Sequence[Run]) -> None:
         """See ``Transport.register``. Any memory will do."""
 
-    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+    def publish(self, runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> Ticket:
         """See ``Transport.publish``. Copies."""
         copies: list[Run] = [np.array(run) for run in runs]
         nbytes = sum(copy.nbytes for copy in copies)

@@ -97,7 +97,6 @@ class NixlTransport:
     """
 
     name = "nixl"
-    plain_tickets = True
 
     def __init__(self, address: str, memory: str = "DRAM") -> None:
         self._nixl = ucx.library()
@@ -129,7 +128,7 @@ class NixlTransport:
 
     # -- the sender's side ------------------------------------------------------------------------
 
-    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> NixlTicket:
+    def publish(self, runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> NixlTicket:
         """See ``Transport.publish``. Nothing is copied: ``read`` is called on release.
 
         Raises:

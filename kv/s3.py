@@ -58,7 +58,6 @@ class S3Transport:
     """Publishes payloads as objects of a bucket that all members use; closing that is left to the caller."""
 
     name = "s3"
-    plain_tickets = True
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -70,7 +69,7 @@ class S3Transport:
     def register(self, memory: Sequence[Run]) -> None:
         """See ``Transport.register``. Nothing to prepare."""
 
-    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> S3Ticket:
+    def publish(self, runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> S3Ticket:
         """See ``Transport.publish``. Returns when the store has it: ``read`` is called here.
 
         Raises ``TransferTimeout`` if that takes longer than ``S3Settings.timeout_s``, ``PeerLost`` if the

@@ -88,7 +88,6 @@ class TcpTransport:
     """
 
     name = "tcp"
-    plain_tickets = True
 
     def __init__(self, address: str, key: bytes, tls: TlsFiles | None = None) -> None:
         self._key = key
@@ -110,7 +109,7 @@ class TcpTransport:
 
     # -- the sender's side ------------------------------------------------------------------------
 
-    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> TcpTicket:
+    def publish(self, runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> TcpTicket:
         """See ``Transport.publish``. Nothing is copied: ``read`` is called on release."""
         ticket = TcpTicket(*self.address, secrets.token_bytes(ID_BYTES), tuple(run.nbytes for run in runs))
         with self._lock:

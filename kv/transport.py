@@ -16,14 +16,17 @@ Ticket = Any
 """What a receiver needs to fetch one payload; picklable by Ray. Opaque to callers."""
 
 
+def needs_ray(ticket: Ticket) -> bool:
+    """Return whether only Ray's own calls can carry a ticket: then it is a list of references."""
+    return isinstance(ticket, list)
+
+
 @runtime_checkable
 class Transport(Protocol):
     """Moves payloads between two workers. Thread-safe."""
 
     name: str
     """Short name in logs, metrics and ledgers: ``plasma``, ``tcp`` ..."""
-    plain_tickets: bool
-    """Whether tickets are plain data. Otherwise they hold references that only Ray's own calls can carry."""
 
     def register(self, memory: Sequence[Run]) -> None:
         """Announce memory that payloads will be published from and fetched into, once, before they are.
@@ -32,12 +35,12 @@ class Transport(Protocol):
         """
         ...
 
-    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+    def publish(self, runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> Ticket:
         """Make runs fetchable and return a ticket for them.
 
         The runs must stay as they are until ``read`` is called, which happens exactly once:
         within this call if the transport copies, otherwise when the payload has been
-        released and nothing is being sent from it any more.
+        released and nothing is being sent from it any more. ``near``: the receiver is on this node.
 
         Raises:
             StoreFull: there is no room for the payload. ``read`` is not called.

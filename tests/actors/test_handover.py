@@ -55,15 +55,15 @@ class Gate:
     """A transport whose fetches wait until they are let through."""
 
     def __init__(self, inner: Transport) -> None:
-        self.inner, self.name, self.plain_tickets = inner, inner.name, True
+        self.inner, self.name = inner, inner.name
         self.release, self.live, self.close = inner.release, inner.live, inner.close
         self.register = inner.register
         self.open = threading.Event()
         self.open.set()
         self.waiting = 0
 
-    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
-        return self.inner.publish(runs, read)
+    def publish(self, runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> Ticket:
+        return self.inner.publish(runs, read, near)
 
     def fetch(self, ticket: Ticket, into: Sequence[Run | None], timeout_s: float) -> None:
         self.waiting += 1
@@ -335,7 +335,7 @@ def test_blocks_are_kept_until_they_have_been_copied(pair: Pair) -> None:
     entered, go = threading.Event(), threading.Event()
     publish = pair.transport.publish
 
-    def slow(runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+    def slow(runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> Ticket:
         entered.set()
         assert go.wait(WITHIN_S)
         return publish(runs, read)
@@ -410,7 +410,7 @@ def test_the_tickets_of_chunks_that_are_done_are_not_kept(pair: Pair) -> None:
     publish, tickets = pair.transport.publish, weakref.WeakSet[Held]()
     fetch, release = pair.transport.fetch, pair.transport.release
 
-    def wrapped(runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+    def wrapped(runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> Ticket:
         ticket = Held([publish(runs, read)])
         tickets.add(ticket)
         return ticket
@@ -1382,7 +1382,16 @@ def test_aborts_at_any_moment_leave_nothing_on_prefill() -> None:
 
 def test_a_probe_measures_every_rung_and_counts_what_announcing_takes() -> None:
     class ByRay(MemoryTransport):
-        plain_tickets = False
+        """Its tickets are lists, as if they held references."""
+
+        def publish(self, runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> Ticket:
+            return [super().publish(runs, read)]
+
+        def fetch(self, ticket: Ticket, into: Sequence[Run | None], timeout_s: float) -> None:
+            super().fetch(ticket[0], into, timeout_s)
+
+        def release(self, ticket: Ticket) -> None:
+            super().release(ticket[0])
 
     tcp = TcpTransport("127.0.0.1", b"k" * 32)
     asked: list[tuple[str, str, int]] = []

@@ -35,7 +35,7 @@ SPAWN = multiprocessing.get_context("spawn")
 class Registering(NixlTransport):
     """Registers whatever it is given: the suite makes its memory as it goes."""
 
-    def publish(self, runs: Sequence[Run], read: Callable[[], None]) -> NixlTicket:
+    def publish(self, runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> NixlTicket:
         self.register([_whole(run) for run in runs])
         return super().publish(runs, read)
 
