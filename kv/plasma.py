@@ -2,8 +2,8 @@
 
 To a receiver on the same node: through a segment, one object that the sender keeps for as long as it
 lives and both map. The sender copies runs into it, the receiver copies them out, and Ray takes no part:
-no object is made, announced, resolved or freed per chunk, and no page is touched for the first time. The owner
-goes on writing to that object, which Ray calls immutable: nobody else uses it, it is pinned while the
+no object is made, announced, resolved or freed per chunk, and no page is touched for the first time. The
+owner goes on writing to that object, which Ray calls immutable: nobody else uses it, it is pinned while the
 sender has it mapped, and it goes when its owner dies. A payload that is withdrawn while it is read
 shows (``kv/segment.py``).
 
@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import ray
@@ -231,7 +232,7 @@ def _make_segment() -> _Own:
     size = min(SEGMENT_BYTES, int(store) // SEGMENT_SHARE)
     reference = ray.put(np.zeros(size, np.uint8))
     held: Run = ray.get(reference)
-    memory: Run = np.frombuffer((ctypes.c_char * size).from_address(held.ctypes.data), np.uint8)
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(held.ctypes.data))
     return _Own(Segment(memory), ray.cloudpickle.dumps(reference), here, held)
 
 
@@ -240,11 +241,10 @@ def _require(memory: Run, ticket: SegmentTicket) -> None:
         raise PeerLost(f"payload {ticket.number} at {ticket.offset} of a segment has been released")
 
 
-def _get(reference: ray.ObjectRef[Run], timeout_s: float) -> Run:
+def _get(reference: ray.ObjectRef[Any], timeout_s: float) -> Any:
     try:
-        found: Run = ray.get(reference, timeout=timeout_s)
+        return ray.get(reference, timeout=timeout_s)
     except ray_errors.GetTimeoutError as error:
         raise TransferTimeout(f"object {reference.hex()} did not arrive in {timeout_s:.1f} s") from error
     except (ray_errors.ObjectLostError, ray_errors.OwnerDiedError) as error:
         raise PeerLost(f"object {reference.hex()} is gone: {type(error).__name__}") from error
-    return found

@@ -826,7 +826,7 @@ def test_a_full_store_fails_the_request_with_its_reason() -> None:
 def test_a_transport_that_fails_in_another_way_fails_the_request_only(pair: Pair) -> None:
     publish = pair.transport.publish
 
-    def broken(runs: Sequence[Run], read: Callable[[], None]) -> Ticket:
+    def broken(runs: Sequence[Run], read: Callable[[], None], near: bool = False) -> Ticket:
         raise RuntimeError("out of luck")
 
     pair.transport.publish = broken  # type: ignore[method-assign]
