@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 PACKAGES := handoff experiments deployments actors cluster kv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench-serve bench-kv lock clean
+.PHONY: help setup demo test check format bench-serve bench-kv bench-goodput lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ bench-serve: setup ## Time to first token and per token, against plain vLLM, int
 
 bench-kv: setup ## KV from cache to cache over every transport, against the link: results/bench-kv.json (root: cross-node too)
 	$(BIN)/handoff bench kv $(ARGS)
+
+bench-goodput: setup ## Router modes under open-loop load, simulated and fake engines: results/bench-goodput.json
+	$(BIN)/handoff bench goodput $(ARGS)
 
 lock: $(UV) ## Compile the pinned requirements from pyproject.toml
 	$(UV) pip compile -q pyproject.toml --extra cpu --extra nixl --extra dev --python-version 3.11 \

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from actors.decode import Target
 from actors.link import Link, link_of
 from actors.messages import Handover, ReceiveFrom, SendTo
+from actors.steps import Work
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,9 @@ class SchedulerSide:
         plan = StepPlan(preempted=frozenset(step.preempted_req_ids or ()) & self._sending.keys())
         plan.opened, self._opened = self._opened, []
         assert self._blocks is not None
-        for request_id, computed in _computed_before(step):
+        before = _computed_before(step)
+        self._link.meter.planned(_work(before, step.num_scheduled_tokens))
+        for request_id, computed in before:
             self._link.marks.note(request_id, "scheduled")
             if (request := self._sending.get(request_id)) is None:
                 continue
@@ -287,3 +290,17 @@ def _computed_before(step: SchedulerOutput) -> list[tuple[str, int]]:
     cached = step.scheduled_cached_reqs
     new = [(request.req_id, request.num_computed_tokens) for request in step.scheduled_new_reqs]
     return new + list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
+def _work(before: list[tuple[str, int]], scheduled: dict[str, int]) -> Work:
+    """Return what a step computes. A prompt's part of one token counts as decoding: it costs the same."""
+    decoding = context = tokens = 0
+    token_context = 0.0
+    for request_id, computed in before:
+        if (count := scheduled[request_id]) == 1:
+            decoding += 1
+            context += computed
+        else:
+            tokens += count
+            token_context += count * (computed + count / 2)
+    return Work(decoding, context, tokens, token_context)

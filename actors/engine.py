@@ -37,6 +37,10 @@ class Outputs(Protocol):
         """Outputs of one step, by client."""
         ...
 
+    def stepped(self, unfinished: int) -> None:
+        """All steps that were scheduled, but so many, have been computed."""
+        ...
+
     def died(self, error: BaseException) -> None:
         """The engine cannot go on."""
         ...
@@ -121,6 +125,7 @@ class EngineLoop:
         outputs, executed = core.step_fn()
         core.post_step(executed)
         self.steps, self.last_step = self.steps + 1, time.monotonic()
+        self._outputs.stepped(len(core.batch_queue or ()))
         if outputs:
             self._outputs.produced(outputs)
         return executed or bool(core.batch_queue)

@@ -18,6 +18,7 @@ from actors.marks import Marks
 from actors.packing import block_order, heads_of, learn
 from actors.prefill import Post, Sender
 from actors.rungs import Rungs
+from actors.steps import Meter
 from cluster.fake import FAKE
 from kv.chunk import KVLayout
 from kv.paged import PagedCache
@@ -62,7 +63,7 @@ class Link:
     ) -> None:
         self.name, self.model_digest, self.rungs, self.wake = name, model_digest, rungs, wake
         self._post, self._again, self._on_failed = post, again, on_failed
-        self.marks = Marks()
+        self.marks, self.meter = Marks(), Meter()
 
     def register_caches(self, vllm_config: Any, kv_caches: dict[str, torch.Tensor]) -> None:
         """Build both halves of the handover over the engine's cache tensors."""

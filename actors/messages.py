@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from actors.steps import StepModel
 from kv.chunk import ChunkHeader, KVLayout
 from kv.tls import TlsFiles
 from kv.transport import Ticket
@@ -61,7 +62,11 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a started worker tells about itself. ``address`` is where it takes channels."""
+    """What a started worker tells about itself.
+
+    ``address`` is where it takes channels, ``slots`` how many sequences it runs at once, ``chunk`` how many
+    tokens a step computes at most.
+    """
 
     name: str
     role: Role
@@ -73,6 +78,8 @@ class WorkerInfo:
     kv_blocks: int
     transports: tuple[str, ...]
     address: tuple[str, int]
+    slots: int = 256
+    chunk: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +267,31 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Requests at a worker: prompt tokens not computed yet, sequences that decode or will, their context."""
+
+    tokens: int = 0
+    running: int = 0
+    context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a worker tells each gateway several times a second.
+
+    Attributes:
+        step: what its steps take, as estimated now.
+        others: requests that other gateways have sent.
+        rates: estimated bytes per second of KV to peers, by name; empty: as before.
+
+    """
+
+    step: StepModel
+    others: Load = Load()
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class OutputBatch:
     """What a worker has for one gateway after an engine step.
 
@@ -269,6 +301,7 @@ class OutputBatch:
         marks: request id to (stage, seconds on a monotonic clock) pairs, with a request's first
             output. Stages named ``peer.*`` are on the clock of the prefill worker.
         handed: request id to how its KV came, with its first output.
+        load: the worker's state, several times a second.
 
     """
 
@@ -276,6 +309,7 @@ class OutputBatch:
     failures: Mapping[str, str] = field(default_factory=dict)
     marks: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     handed: Mapping[str, Handed] = field(default_factory=dict)
+    load: LoadReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ from actors.messages import (
     Delivery,
     Handover,
     Hello,
+    Load,
+    LoadReport,
     ModelFiles,
     OutputBatch,
     Probe,
@@ -296,6 +298,10 @@ class Worker:
             if batch.outputs:
                 self._put(client, OutputBatch(encode_outputs(batch), marks=marks, handed=handed))
 
+    def stepped(self, unfinished: int) -> None:
+        """See ``engine.Outputs``."""
+        self._link_now().meter.completed(unfinished)
+
     def died(self, error: BaseException) -> None:
         """See ``engine.Outputs``: an engine cannot be mended, so the process ends and Ray starts another."""
         logging.shutdown()
@@ -333,6 +339,8 @@ class Worker:
             kv_blocks=core.vllm_config.cache_config.num_gpu_blocks or 0,
             transports=link.rungs.names,
             address=self._listener.address,
+            slots=core.vllm_config.scheduler_config.max_num_seqs,
+            chunk=core.vllm_config.scheduler_config.max_num_batched_tokens,
         )
         return core
 
@@ -377,6 +385,21 @@ class Worker:
         self._clients.pop(request_id, None)
         self._link_now().marks.close(request_id)
 
+    def _report(self, core: EngineCore) -> None:
+        """On the engine thread: tell each gateway what steps take, and what the others have here."""
+        link, loads = self._link_now(), dict[int, Load]()
+        for request in core.scheduler.requests.values():
+            loads[request.client_index] = _with(loads.get(request.client_index, Load()), request)
+        model, rates = link.meter.model(), dict[str, float]()
+        for (peer, _), rate in link.rungs.rates().items():
+            rates[peer] = max(rates.get(peer, 0.0), rate)
+        for client in list(self._gateways):
+            others = [load for owner, load in loads.items() if owner != client]
+            total = Load(
+                sum(o.tokens for o in others), sum(o.running for o in others), sum(o.context for o in others)
+            )
+            self._put(client, OutputBatch((), load=LoadReport(model, total, rates)))
+
     def _link_now(self) -> Link:
         if self._link is None:
             raise WorkerError(f"worker {self._spec.name} has not started")
@@ -384,13 +407,29 @@ class Worker:
 
     async def _sweep(self) -> None:
         probing: asyncio.Task[None] | None = None
+        told: object = None
         while True:
             await asyncio.sleep(SWEEP_S)
             link = self._link_now()
             link.receiver.sweep()
             link.sender.sweep()
+            if (
+                self._gateways
+                and (now := (self._engine.steps, len(self._gateways), link.rungs.rates())) != told
+            ):
+                told = now
+                self._engine.call(self._report)
             if probing is None or probing.done():
                 probing = asyncio.create_task(asyncio.to_thread(link.rungs.probe_due))
+
+
+def _with(load: Load, request: Any) -> Load:
+    """A gateway's load with one more request, as vLLM's scheduler has it."""
+    from actors.connector import PARAM
+
+    arrives = isinstance((request.kv_transfer_params or {}).get(PARAM), ReceiveFrom)
+    left = 0 if arrives else max(0, request.num_prompt_tokens - request.num_computed_tokens)
+    return Load(load.tokens + left, load.running + 1, load.context + request.num_tokens)
 
 
 def _answer(done: asyncio.Future[float | None], seconds: float | None) -> None:

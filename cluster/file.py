@@ -166,6 +166,34 @@ class Recompute(_Model):
     burst_s: Annotated[float, Field(gt=0)] = 10
 
 
+class Router(_Model):
+    """Where requests go.
+
+    mode: adaptive predicts what dividing a request and not dividing it would take, and does what is better.
+    always divides whatever can be divided; never divides nothing; replicas neither, taking workers in turn.
+    shadow: decide adaptively, tell it in records and metrics, and divide always.
+    """
+
+    mode: Literal["adaptive", "always", "never", "replicas"] = "adaptive"
+    shadow: bool = False
+
+
+class Objectives(_Model):
+    """What requests should get. One that would not, as predicted, is refused at once with 429.
+
+    ttft_ms: to the first token. tpot_ms: per token after it. None: no objective.
+    """
+
+    ttft_ms: Annotated[float, Field(gt=0)] | None = None
+    tpot_ms: Annotated[float, Field(gt=0)] | None = None
+
+
+class Slo(Objectives):
+    """The objectives of requests without a class, and those of classes (header `X-Handoff-Class`)."""
+
+    classes: Mapping[Name, Objectives] = {}
+
+
 @dataclass(frozen=True)
 class Node:
     """One node of the file: its name (`GROUP-INDEX`), its group's name and settings."""
@@ -184,6 +212,7 @@ class ClusterFile(_Model):
     fastest that works; otherwise only the one that is named: directly (tcp, nixl), or through Ray (plasma).
     s3: the bucket that they go through when no direct way works; none unless set.
     tls: certificates to encrypt KV with: it goes directly (tcp) then, or through the bucket, not through Ray.
+    router: how requests are routed. slo: objectives, beyond which requests are refused; none unless set.
     """
 
     name: Name = "handoff"
@@ -194,6 +223,8 @@ class ClusterFile(_Model):
     s3: S3 | None = None
     tls: Tls | None = None
     recompute: Recompute = Recompute()
+    router: Router = Router()
+    slo: Slo = Slo()
     gateway: Gateway = Gateway()
     nodes: Annotated[Mapping[Name, NodeGroup], Field(min_length=1)]
     workers: Workers = Workers()

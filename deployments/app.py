@@ -11,11 +11,13 @@ import ray
 from ray import serve
 
 from actors.peers import NAMESPACE
-from cluster.file import ClusterFile
+from cluster.file import ClusterFile, Objectives
 from cluster.names import GATEWAY
 from deployments.errors import StartError
 from deployments.gateway import GRACEFUL_S, Gateway, GatewaySpec, listen
 from deployments.place import PlacedWorker, Progress, start_workers, stop_workers
+from deployments.planner import Routing
+from deployments.router import Slo
 
 APP = "handoff"
 
@@ -54,6 +56,17 @@ def _is_worker(actor: dict[str, str]) -> bool:
     return actor["namespace"] == NAMESPACE and "-worker-" in (actor["name"] or "")
 
 
+def _routing(file: ClusterFile) -> Routing:
+    def seconds(ms: float | None) -> float | None:
+        return None if ms is None else ms / 1e3
+
+    def slo(of: Objectives) -> Slo:
+        return Slo(seconds(of.ttft_ms), seconds(of.tpot_ms))
+
+    classes = {name: slo(of) for name, of in file.slo.classes.items()}
+    return Routing(file.router.mode, file.router.shadow, slo(file.slo), classes)
+
+
 def _serve_gateway(file: ClusterFile, workers: list[PlacedWorker], progress: Progress) -> Serving:
     name = file.served_model_name or Path(file.model).name
     spec = GatewaySpec(
@@ -62,6 +75,7 @@ def _serve_gateway(file: ClusterFile, workers: list[PlacedWorker], progress: Pro
         engine=dict(file.engine),
         workers=tuple(worker.info.name for worker in workers),
         recompute=(file.recompute.tokens_per_s, file.recompute.burst_s),
+        routing=_routing(file),
     )
     progress("starting the gateway")
     serve.start(proxy_location="Disabled")  # replicas listen themselves; see deployments/gateway.py

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
@@ -22,8 +22,9 @@ from deployments import split
 from deployments.budget import Budget
 from deployments.errors import NoWorker, Overloaded, RequestLost
 from deployments.ledger import Record
-from deployments.router import Route, WorkerLoad, route
-from deployments.split import Mode
+from deployments.planner import Plan, Planner, facts_of
+from deployments.router import NO_SLO, Route, Slo
+from deployments.split import Mode, Split
 from deployments.worker_client import WorkerClient
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Flight:
     Attributes:
         request: as the input processor made it.
         record: its ledger.
-        route: where it is now.
+        plan: where it is now, and why.
         attempt: which try this is, from 0; part of the id that the workers see.
         emitted: output tokens that have been passed on.
         held: outputs of decode that arrived before the first token did.
@@ -53,7 +54,7 @@ class Flight:
 
     request: EngineCoreRequest
     record: Record
-    route: Route
+    plan: Plan
     attempt: int = 0
     emitted: list[int] = field(default_factory=list)
     held: list[EngineCoreOutput] = field(default_factory=list)
@@ -63,6 +64,11 @@ class Flight:
     def engine_id(self) -> str:
         """The request id that the workers see."""
         return f"{self.request.request_id}.{self.attempt}"
+
+    @property
+    def route(self) -> Route:
+        """Where it is now."""
+        return self.plan.route
 
     @property
     def divided(self) -> bool:
@@ -81,6 +87,7 @@ class Dispatcher:
             engine dies of a seeded prompt that it computes in several steps; divided requests
             are safe, because decode computes one prompt token.
         budget: of prompt tokens that decode workers may compute because a handover failed; None: no limit.
+        planner: decides where requests go; by default adaptively.
 
     """
 
@@ -90,9 +97,10 @@ class Dispatcher:
         fail: Callable[[str, Exception], None],
         seeded_alone: int | None = None,
         budget: Budget | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self._deliver, self._fail, self._seeded_alone = deliver, fail, seeded_alone
-        self.budget = budget
+        self.budget, self.planner = budget, planner or Planner()
         self._workers: dict[str, WorkerClient] = {}
         self._flights: dict[str, Flight] = {}
 
@@ -103,18 +111,28 @@ class Dispatcher:
     def add_worker(self, worker: WorkerClient) -> None:
         """Make a connected worker available to the router."""
         self._workers[worker.info.name] = worker
+        self.planner.fleet.add(worker.info)
+        worker.on_back = lambda back: self.planner.fleet.came(back.info)
 
     def require_worker(self) -> None:
         """Raise ``NoWorker`` if none is alive."""
-        route(self._loads(), Mode.UNDIVIDED, "health check")
+        if not any(worker.alive for worker in self._workers.values()):
+            raise NoWorker(f"none of the {len(self._workers)} workers is alive; see `handoff status`")
 
     async def describe_workers(self) -> list[dict[str, object]]:
         """Return each worker's load as seen from here, and its own counters."""
         workers = list(self._workers.values())
         stats = await asyncio.gather(*(w.stats() for w in workers), return_exceptions=True)
         return [
-            {**asdict(load), "node": w.info.node} | (asdict(own) if isinstance(own, WorkerStats) else {})
-            for w, load, own in zip(workers, self._loads(), stats, strict=True)
+            {
+                "name": w.info.name,
+                "role": w.info.role,
+                "alive": w.alive,
+                "node": w.info.node,
+                **self.planner.fleet.describe(w.info.name),
+                **(asdict(own) if isinstance(own, WorkerStats) else {}),
+            }
+            for w, own in zip(workers, stats, strict=True)
         ]
 
     async def reset_prefix_caches(self) -> bool:
@@ -122,21 +140,26 @@ class Dispatcher:
         done = await asyncio.gather(*(w.reset_prefix_cache() for w in self._workers.values()))
         return all(done)
 
-    def submit(self, request: EngineCoreRequest, record: Record) -> None:
-        """Route a request and send it off.
+    def submit(
+        self, request: EngineCoreRequest, record: Record, slo: Slo = NO_SLO, admitted: bool = False
+    ) -> None:
+        """Route a request and send it off, unless its objectives cannot be met (and it is not ``admitted``).
 
         Raises:
             NoWorker: no worker is alive.
+            Unmeetable: its objectives cannot be met.
             VLLMValidationError: it cannot be divided, and would end the engine that ran it alone.
 
         """
         chosen = split.choose(request)
-        assert request.sampling_params is not None
-        one_token = request.sampling_params.max_tokens == 1
-        where = route(self._loads(), chosen.mode, chosen.reason, one_token)
-        flight = Flight(request, record, where)
-        if (why := self._unsafe(flight)) is not None:
-            raise VLLMValidationError(f"{why}. It is not divided because {where.reason}.", parameter="seed")
+        alone_is_unsafe = self._unsafe(request, []) is not None
+        flight = Flight(request, record, self.planner.plan(request, chosen, alone_is_unsafe, slo))
+        if not flight.divided and (why := self._unsafe(request, [])) is not None:
+            raise VLLMValidationError(
+                f"{why}. It is not divided because {flight.route.reason}.", parameter="seed"
+            )
+        if not admitted:
+            self.planner.admit(flight.plan)
         record.note("routed")
         self._launch(flight)
 
@@ -149,6 +172,8 @@ class Dispatcher:
     def on_batch(self, worker: WorkerClient, batch: OutputBatch) -> None:
         """Take what a worker sent."""
         received = time.monotonic()
+        if batch.load is not None:
+            self.planner.fleet.report(worker.info.name, batch.load)
         ready: list[EngineCoreOutput] = []
         if batch.frame:
             for output in decode_outputs(batch.frame).outputs:
@@ -165,7 +190,7 @@ class Dispatcher:
     def on_lost(self, worker: WorkerClient, reason: str) -> None:
         """A worker is gone: try its requests elsewhere."""
         name = worker.info.name
-        worker.prefill_tokens = worker.running = 0
+        self.planner.fleet.lost(name)
         for flight in list(self._flights.values()):
             needs_prefill = flight.route.prefill == name and flight.prefilling
             if needs_prefill or flight.route.decode == name:
@@ -183,11 +208,9 @@ class Dispatcher:
         where = flight.route
         prefill, decode = self._workers[where.prefill], self._workers[where.decode]
         flight.prefilling = True
-        prefill.prefill_tokens += len(flight.request.prompt_token_ids or ())
-        decode.running += 1
+        self.planner.sent(flight.engine_id, flight.plan)
         flight.record.facts.update(
-            mode=where.mode.value,
-            reason=where.reason,
+            facts_of(flight.plan),
             prefill_worker=where.prefill,
             decode_worker=where.decode,
             prefill_node=prefill.info.node,
@@ -240,7 +263,7 @@ class Dispatcher:
                     transport_reason=handed.reason or "decode had all of the prompt's KV cached",
                 )
         if from_prefill:
-            self._end_prefill(flight, worker)
+            self._end_prefill(flight, output)
             if not flight.divided:
                 return self._pass_on(flight, [output])
             return self._first_token(flight, output)
@@ -266,12 +289,13 @@ class Dispatcher:
 
     def _pass_on(self, flight: Flight, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         for output in outputs:
+            self.planner.passed(flight.engine_id, len(output.new_token_ids))
             if not flight.emitted:
                 self._add_events(flight, output, "decode" if flight.divided else "prefill")
             output.request_id = flight.request.request_id
             flight.emitted.extend(output.new_token_ids)
             if output.finish_reason is not None:
-                self._drop(flight)
+                self._drop(flight, whole=True)
         return outputs
 
     def _add_events(self, flight: Flight, output: EngineCoreOutput, role: str) -> None:
@@ -283,22 +307,19 @@ class Dispatcher:
                 EngineCoreEvent(EngineCoreEventType.SCHEDULED, moments[f"{role}.scheduled"]),
             ]
 
-    def _end_prefill(self, flight: Flight, worker: WorkerClient) -> None:
+    def _end_prefill(self, flight: Flight, output: EngineCoreOutput) -> None:
         flight.prefilling = False
-        worker.prefill_tokens = max(0, worker.prefill_tokens - len(flight.request.prompt_token_ids or ()))
+        stats = output.prefill_stats
+        self.planner.prefilled(flight.engine_id, None if stats is None else stats.num_local_cached_tokens)
 
     def _abandon(self, flight: Flight) -> None:
         self._drop(flight)
         for name in {flight.route.prefill, flight.route.decode}:
             self._workers[name].abort([flight.engine_id])
 
-    def _drop(self, flight: Flight) -> None:
-        if self._flights.pop(flight.request.request_id, None) is None:
-            return
-        if flight.prefilling:
-            self._end_prefill(flight, self._workers[flight.route.prefill])
-        decode = self._workers[flight.route.decode]
-        decode.running = max(0, decode.running - 1)
+    def _drop(self, flight: Flight, whole: bool = False) -> None:
+        if self._flights.pop(flight.request.request_id, None) is not None:
+            self.planner.ended(flight.engine_id, whole)
 
     # -- the one retry policy ---------------------------------------------------------------------
 
@@ -315,7 +336,7 @@ class Dispatcher:
             return
         flight.attempt += 1
         try:
-            flight.route = self._alone(flight, f"after a failure: {reason}")
+            flight.plan = self._alone(flight, f"after a failure: {reason}")
         except NoWorker as error:
             self._fail(request_id, error)
             return
@@ -329,19 +350,21 @@ class Dispatcher:
                 ),
             )
             return
-        if (why := self._unsafe(flight)) is not None:
+        if (why := self._unsafe(flight.request, flight.emitted)) is not None:
             self._fail(request_id, RequestLost(f"{reason}; {why}"))
             return
         logger.warning("request %s: %s; trying again on %s", request_id, reason, flight.route.decode)
         self._launch(flight)
 
-    def _alone(self, flight: Flight, reason: str) -> Route:
+    def _alone(self, flight: Flight, reason: str) -> Plan:
         """Where to compute everything: the decode worker that it was routed to, unless that one is lost."""
-        name = flight.route.decode
+        whole = split.continued(flight.request, flight.emitted)
+        plan = self.planner.plan(whole, Split(Mode.UNDIVIDED, reason))
+        name, cause = flight.route.decode, "retry"
         worker = self._workers[name]
         if worker.alive and worker.info.role == "decode":
-            return Route(name, name, Mode.UNDIVIDED, reason)
-        return route(self._loads(), Mode.UNDIVIDED, reason)
+            return replace(plan, route=Route(name, name, Mode.UNDIVIDED, reason, cause))
+        return replace(plan, route=replace(plan.route, cause=cause))
 
     def _over_budget(self, flight: Flight) -> float:
         """Take the prompt from the budget; return how long to wait if there is none left."""
@@ -349,19 +372,13 @@ class Dispatcher:
             return 0.0
         return self.budget.spend(len(flight.request.prompt_token_ids or ()) + len(flight.emitted))
 
-    def _unsafe(self, flight: Flight) -> str | None:
-        """Say why an undivided request must not run, if it must not."""
-        params, limit = flight.request.sampling_params, self._seeded_alone
-        prompt = len(flight.request.prompt_token_ids or ()) + len(flight.emitted)
-        if flight.divided or limit is None or prompt <= limit or params is None or not split.seeded(params):
+    def _unsafe(self, request: EngineCoreRequest, emitted: list[int]) -> str | None:
+        """Say why a request must not run undivided, if it must not."""
+        params, limit = request.sampling_params, self._seeded_alone
+        prompt = len(request.prompt_token_ids or ()) + len(emitted)
+        if limit is None or prompt <= limit or params is None or not split.seeded(params):
             return None
         return (
             f"a `seed` with a prompt of {prompt} tokens cannot run on one CPU engine, which takes {limit} at "
             f"these settings: leave the seed out, or raise max_num_batched_tokens"
         )
-
-    def _loads(self) -> list[WorkerLoad]:
-        return [
-            WorkerLoad(w.info.name, w.info.role, w.alive, w.prefill_tokens, w.running)
-            for w in self._workers.values()
-        ]

@@ -29,8 +29,9 @@ from vllm.v1.metrics.stats import IterationStats
 
 from cluster.fake import FAKE
 from deployments.dispatch import Dispatcher
-from deployments.errors import Overloaded
+from deployments.errors import Overloaded, Unmeetable
 from deployments.ledger import Ledger, Record, current
+from deployments.router import Slo
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +101,9 @@ class ClusterEngineClient(EngineClient):
                 finished = output.finished
                 record.passed += sum(len(part.token_ids) for part in output.outputs)
                 yield output
-        except Overloaded as error:
-            record.facts["retry_after_s"] = error.retry_after_s
+        except (Overloaded, Unmeetable) as error:
+            if (told := current.get()) is not None:
+                told.facts["retry_after_s"] = error.retry_after_s
             raise
         finally:
             if not finished:
@@ -125,10 +127,10 @@ class ClusterEngineClient(EngineClient):
         record.note("tokenized")
         record.facts.setdefault("prompt_tokens", len(request.prompt_token_ids or ()))
         self.ledger.keep(record)
-        params = request.params
+        params, slo = request.params, self._slo(record)
         if params.n == 1:
             self.output_processor.add_request(request, text, None, 0, queue)
-            self.dispatcher.submit(request, record)
+            self.dispatcher.submit(request, record, slo)
             return record
         parent = ParentRequest(request)
         for index in range(params.n):
@@ -136,8 +138,19 @@ class ClusterEngineClient(EngineClient):
             child = copy(request)
             child.request_id, child.sampling_params = child_id, child_params
             self.output_processor.add_request(child, text, parent, index, queue)
-            self.dispatcher.submit(child, record if index == 0 else Record(child_id))
+            self.dispatcher.submit(child, record if index == 0 else Record(child_id), slo, admitted=index > 0)
         return record
+
+    def _slo(self, record: Record) -> Slo:
+        """Return the objectives of a request's class."""
+        name = record.facts.get("class")
+        try:
+            return self.dispatcher.planner.slo(None if name is None else str(name))
+        except KeyError:
+            known = ", ".join(self.dispatcher.planner.routing.classes) or "none"
+            raise VLLMValidationError(
+                f"X-Handoff-Class is {name!r}; the cluster file's slo.classes has: {known}"
+            ) from None
 
     def _deliver(self, outputs: list[EngineCoreOutput]) -> list[str]:
         """Detokenise and queue outputs; return requests that a stop string has ended."""

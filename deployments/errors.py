@@ -3,6 +3,7 @@
 ServingError
 ├── StartError          the application could not be brought up; says what to change
 ├── NoWorker            no worker is alive that could take the request; clients see 503
+├── Unmeetable          no way would meet the request's objectives now; 429, with Retry-After
 ├── Overloaded          recomputing after a failed handover would slow running requests; 503, with Retry-After
 └── RequestLost         a request failed on every worker that was tried
 """
@@ -38,6 +39,20 @@ class Overloaded(ServingError, GracefulHTTPError):
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         GracefulHTTPError.__init__(self, message, HTTPStatus.SERVICE_UNAVAILABLE)
+        self.retry_after_s = retry_after_s
+
+
+class Unmeetable(ServingError, GracefulHTTPError):
+    """No way would meet the request's objectives, as predicted.
+
+    Args:
+        message: for people.
+        retry_after_s: when one probably will.
+
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        GracefulHTTPError.__init__(self, message, HTTPStatus.TOO_MANY_REQUESTS)
         self.retry_after_s = retry_after_s
 
 

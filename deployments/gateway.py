@@ -33,6 +33,7 @@ from deployments.engine_client import TASKS, ClusterEngineClient
 from deployments.errors import StartError
 from deployments.ledger import Record, current
 from deployments.metrics import WorkerMetrics
+from deployments.planner import DEFAULT, Planner, Routing
 from deployments.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 CONNECTED_WITHIN_S = 120.0
 """A worker that is being restarted has that long to load its model."""
 KEEP_ALIVE_S = 60
+CLASS_HEADER = "x-handoff-class"
+"""Names the class of a request, whose objectives are in the cluster file (``slo.classes``)."""
 GRACEFUL_S = 4
 """How long a replica that is being stopped goes on answering; Serve ends it a second later."""
 
@@ -55,6 +58,7 @@ class GatewaySpec:
         workers: names of the worker actors.
         recompute: prompt tokens per second that decode workers may compute after failed handovers, and
             for how many seconds' worth at once.
+        routing: how requests are routed and admitted.
 
     """
 
@@ -63,6 +67,7 @@ class GatewaySpec:
     engine: dict[str, Any]
     workers: tuple[str, ...]
     recompute: tuple[float, float]
+    routing: Routing = DEFAULT
 
 
 class Gateway:
@@ -72,6 +77,7 @@ class Gateway:
         self._spec = spec
         self._engine = ClusterEngineClient(engine_config(spec.model, spec.engine))
         self._engine.dispatcher.budget = Budget(*spec.recompute)
+        self._engine.dispatcher.planner = Planner(spec.routing)
         self._metrics = WorkerMetrics(self._engine.dispatcher.workers)
         self._polling: asyncio.Task[None] | None = None
         self._server: Server | None = None
@@ -220,6 +226,8 @@ class LedgerMiddleware:
             scope["headers"] = [*scope["headers"], (b"x-request-id", request_id.encode())]
         record = Record(request_id)
         record.note("arrived")
+        if (wanted := Request(scope).headers.get(CLASS_HEADER)) is not None:
+            record.facts["class"] = wanted
         current.set(record)
 
         head: Any = None

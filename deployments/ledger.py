@@ -67,6 +67,11 @@ class Record:
             told = f"{prefill}>{decode}; under way; {facts.get('reason')}"
         else:
             told = f"{prefill}>{decode}; {how}; {facts.get('transport_reason')}"
+        decision = facts.get("decision")
+        if isinstance(decision, dict) and "ttft_ms" in decision:
+            told += (
+                f"; {decision['cause']}: {decision['ttft_ms']:.0f} ms + {decision['tpot_ms']:.1f} ms/token"
+            )
         return " ".join(told.split())[:PATH_CHARACTERS]
 
     def note_sent(self) -> None:

@@ -51,8 +51,8 @@ class WorkerClient:
         self.info, self.handle = info, handle
         self.alive = False
         self.clock_offset = 0.0
-        self.prefill_tokens = 0
-        self.running = 0
+        self.on_back: Callable[[WorkerClient], None] | None = None
+        """Called when the worker can be reached again."""
         self.client, self._key = client, key
         self._on_batch, self._on_lost = on_batch, on_lost
         self._channel: Channel | None = None
@@ -126,5 +126,7 @@ class WorkerClient:
                     self.info = await self.handle.start.remote()
                     await self.connect()
                 logger.warning("worker %s is back", self.info.name)
+                if self.on_back is not None:
+                    self.on_back(self)
             except Exception as error:
                 logger.debug("worker %s is not back yet: %s", self.info.name, error)

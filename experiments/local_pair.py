@@ -35,6 +35,7 @@ def local_pair(name: str, model: str, engine: Mapping[str, Any] = ENGINE) -> Clu
             "model": model,
             "engine": dict(engine),
             "gateway": {"port": free_ports(1)[0]},
+            "router": {"mode": "always"},  # the handover is what is shown and measured
             "nodes": {"prefill": {"role": "prefill", **node}, "decode": {"role": "decode", **node}},
         }
     )

@@ -103,6 +103,72 @@ def kv(
     console.out.print(f"\nwritten to {out} and {plot}")
 
 
+@app.command()
+def goodput(
+    engine: Annotated[
+        list[str] | None, typer.Option(help="simulated or fake; may be given several times; default: both.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=4, help="Of load for each system and mix.")] = 20,
+    mix: Annotated[list[str] | None, typer.Option(help="A mix; may be given several times.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A trace in the Mooncake format; default: synthetic.", exists=True, dir_okay=False),
+    ] = None,
+    shorter: Annotated[float, typer.Option(min=1, help="Divides the trace's lengths.")] = 6,
+    out: Annotated[Path, typer.Option(help="Where the run is written.")] = Path("results/bench-goodput.json"),
+) -> None:
+    """Compare router modes under open-loop load: requests a second that meet their objectives.
+
+    Engines are simulated, or fake ones behind the real gateway; no model is computed.
+
+    Example: [bold]handoff bench goodput --engine simulated[/bold]
+    """
+    interrupt.end_in_order()
+    from experiments.goodput_bench import Parameters, measure
+    from experiments.results import save
+
+    progress = console.progress()
+    parameters = Parameters(seconds=seconds, shorter=shorter, trace=None if trace is None else str(trace))
+    if engine:
+        parameters = replace(parameters, engines=tuple(engine))
+    if mix:
+        parameters = replace(parameters, mixes=tuple(mix))
+    if "fake" in parameters.engines:
+        from experiments.local_pair import local_model
+
+        parameters = replace(parameters, model=local_model(None, progress))
+    run = measure(parameters, progress)
+    save(run, out)
+    _show_goodput(run.results)
+    console.out.print(f"\nwritten to {out}")
+
+
+def _show_goodput(results: Any) -> None:
+    columns = (
+        "mix",
+        "engine",
+        "system",
+        "goodput/s",
+        "95 %",
+        "TTFT p50",
+        "p99 ms",
+        "TPOT p50",
+        "p99 ms",
+        "refused",
+    )
+    table = _table("Requests a second that meet their objectives", *columns)
+    for row in sorted(results["rows"], key=lambda row: (row["engine"], row["mix"])):
+        times = [row[f"{what}_ms_{share}"] for what in ("ttft", "tpot") for share in ("p50", "p99")]
+        low, high = row["goodput_ci95"]
+        figures = [f"{row['goodput_rps']:.2f}", f"{low:.2f} to {high:.2f}", *(f"{ms:.0f}" for ms in times)]
+        table.add_row(row["mix"], row["engine"], row["system"], *figures, str(row["refused"]))
+    console.out.print(table)
+    for ratio in results["ratios"]:
+        console.out.print(
+            f"{ratio['engine']}, {ratio['mix']}: adaptive by the best of the others {ratio['by_best']}"
+        )
+
+
 def _show_rates(results: Any) -> None:
     title = "KV from paged cache to paged cache (medians; MB = 2**20 bytes)"
     columns = (

@@ -77,6 +77,9 @@ class Heard:
         self.outputs.append(outputs)
         self.told.release()
 
+    def stepped(self, unfinished: int) -> None:
+        assert unfinished == 0
+
     def died(self, error: BaseException) -> None:
         self.error = error
         self.told.release()

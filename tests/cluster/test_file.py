@@ -35,6 +35,22 @@ def failure(tmp_path: Path, text: str) -> str:
     return str(caught.value)
 
 
+def test_routing_and_objectives(tmp_path: Path) -> None:
+    file = read(tmp_path, MINIMAL)
+    assert (file.router.mode, file.router.shadow, file.slo.ttft_ms) == ("adaptive", False, None)
+    text = (
+        MINIMAL
+        + "router: {mode: never, shadow: true}\nslo: {tpot_ms: 50, classes: {batch: {ttft_ms: 9000}}}\n"
+    )
+    file = read(tmp_path, text)
+    assert (file.router.mode, file.router.shadow, file.slo.tpot_ms) == ("never", True, 50)
+    assert file.slo.classes["batch"].ttft_ms == 9000
+    assert "router.mode" in failure(tmp_path, MINIMAL + "router: {mode: sometimes}\n")
+    assert "slo.classes.batch.ttft_ms" in failure(
+        tmp_path, MINIMAL + "slo: {classes: {batch: {ttft_ms: 0}}}\n"
+    )
+
+
 def test_nodes_are_named_after_their_group_in_the_order_of_the_file(tmp_path: Path) -> None:
     file = read(tmp_path, MINIMAL)
     assert [node.name for node in file.each_node()] == ["a-0", "a-1", "b-0"]

@@ -49,6 +49,7 @@ def file(model: Path) -> ClusterFile:
             "served_model_name": "tiny",
             "engine": ENGINE,
             "gateway": {"port": _free_port()},
+            "router": {"mode": "always"},  # the handover is what is tested
             "recompute": {"tokens_per_s": 500, "burst_s": 20},
             "nodes": {"prefill": {"role": "prefill", **node}, "decode": {"role": "decode", **node}},
         }

@@ -13,8 +13,10 @@ from actors.frames import decode_request, encode_outputs
 from actors.messages import Handed, Handover, ModelFiles, OutputBatch, ReceiveFrom, Role, SendTo, WorkerInfo
 from deployments.budget import Budget
 from deployments.dispatch import Dispatcher
-from deployments.errors import NoWorker, Overloaded, RequestLost
+from deployments.errors import NoWorker, Overloaded, RequestLost, Unmeetable
 from deployments.ledger import Record
+from deployments.planner import Planner, Routing
+from deployments.router import Slo
 from kv.chunk import KVLayout
 
 SEEDED_ALONE = 6
@@ -28,7 +30,7 @@ class Client:
         files = ModelFiles("m", "/m")
         self.info = WorkerInfo(name, role, f"node-{name}", 1, files, layout, 1, 1, ("memory",), ("", 0))
         self.alive, self.client, self.clock_offset = True, 1, 0.0
-        self.prefill_tokens = self.running = 0
+        self.on_back: object = None
         self.log: list[tuple[str, str]] = []
         self.handovers: list[Handover | None] = []
         self.prompts: list[list[int]] = []
@@ -53,7 +55,10 @@ class Pair:
         self.failures: list[Exception] = []
         self.record = Record("r")
         self.dispatcher = Dispatcher(
-            self.deliver, lambda _, error: self.failures.append(error), seeded_alone=SEEDED_ALONE
+            self.deliver,
+            lambda _, error: self.failures.append(error),
+            seeded_alone=SEEDED_ALONE,
+            planner=Planner(Routing("always")),
         )
         for worker in (self.p, self.d):
             self.dispatcher.add_worker(worker)  # type: ignore[arg-type]
@@ -88,7 +93,12 @@ class Pair:
         await settle()
 
     def idle(self) -> bool:
-        return not any(worker.running or worker.prefill_tokens for worker in (self.p, self.d))
+        return self.load() == (0, 0, 0, 0)
+
+    def load(self) -> tuple[object, ...]:
+        """Prompt tokens that wait and requests that run, of both workers, as the router is told."""
+        told = [self.dispatcher.planner.fleet.describe(worker.info.name) for worker in (self.p, self.d)]
+        return tuple(one[key] for one in told for key in ("prefill_tokens", "running"))
 
 
 async def settle() -> None:
@@ -116,9 +126,9 @@ async def test_prefill_then_decode(pair: Pair) -> None:
     (receive,) = pair.d.handovers
     assert isinstance(receive, ReceiveFrom)
     assert (receive.peer, receive.prompt_tokens, receive.first_token) == ("p", 4, True)
-    assert (pair.p.prefill_tokens, pair.d.running) == (4, 1)
+    assert pair.load() == (4, 0, 0, 1)
     await pair.output(pair.p, 7, end=FinishReason.LENGTH)
-    assert (pair.tokens, pair.finished, pair.p.prefill_tokens) == ([7], None, 0)
+    assert (pair.tokens, pair.finished, pair.load()) == ([7], None, (0, 0, 0, 1))
     await pair.output(pair.d, 8)
     await pair.output(pair.d, 9, end=FinishReason.STOP)
     assert (pair.tokens, pair.finished) == ([7, 8, 9], FinishReason.STOP)
@@ -234,7 +244,7 @@ async def test_a_refused_submission_is_tried_elsewhere(pair: Pair) -> None:
 @scenario
 async def test_nobody_is_left(pair: Pair) -> None:
     await pair.submit()
-    pair.p.alive = False
+    await pair.lose(pair.p)
     await pair.lose(pair.d)
     (error,) = pair.failures
     assert isinstance(error, NoWorker)
@@ -322,4 +332,64 @@ async def test_how_kv_came_is_recorded(pair: Pair) -> None:
     pair.dispatcher.on_batch(pair.d, batch)  # type: ignore[arg-type]
     facts = pair.record.facts
     assert (facts["kv_bytes"], facts["transport"]) == (123, "tcp+plasma")
-    assert pair.record.path() == "p>d; tcp+plasma; because"
+    assert (pair.record.path() or "").startswith("p>d; tcp+plasma; because; always: ")
+    decision = facts["decision"]
+    assert isinstance(decision, dict)
+    assert (decision["prefill"], decision["decode"], decision["cause"]) == ("p", "d", "always")
+    assert decision["ttft_ms"] > 0
+    assert set(decision["parts_ms"]) == {"overhead", "queue", "prefill", "handover", "others"}
+
+
+# -- routing -----------------------------------------------------------------------------------------
+
+
+def replan(pair: Pair, routing: Routing) -> None:
+    """Have the pair routed otherwise."""
+    pair.dispatcher.planner = Planner(routing)
+    for worker in (pair.p, pair.d):
+        pair.dispatcher.planner.fleet.add(worker.info)
+
+
+@scenario
+async def test_adaptively_an_idle_pair_does_not_divide(pair: Pair) -> None:
+    replan(pair, Routing())
+    await pair.submit()
+    assert (pair.p.log, pair.d.log, pair.d.handovers) == ([], [("submit", "r.0")], [None])
+    assert pair.record.facts["mode"] == "undivided"
+    await pair.output(pair.d, 7)
+    assert pair.load() == (0, 0, 0, 1)
+    await pair.output(pair.d, 8, end=FinishReason.LENGTH)
+    assert pair.tokens == [7, 8]
+    assert pair.idle()
+
+
+@scenario
+async def test_in_the_shadow_the_decision_is_told_and_not_taken(pair: Pair) -> None:
+    replan(pair, Routing("never", shadow=True))
+    await pair.submit()
+    assert pair.p.handovers == [SendTo("d")]
+    shadow = pair.record.facts["shadow"]
+    assert isinstance(shadow, dict)
+    assert (shadow["prefill"], shadow["decode"]) == ("d", "d")
+    assert "; else " in str(shadow["reason"])
+    pair.dispatcher.abort(["r"])
+    assert pair.idle()
+
+
+@scenario
+async def test_a_request_that_would_be_late_is_refused_and_leaves_nothing(pair: Pair) -> None:
+    with pytest.raises(Unmeetable) as caught:
+        pair.dispatcher.submit(request(PROMPT), pair.record, Slo(ttft_s=1e-6))
+    assert caught.value.http_status == 429
+    assert caught.value.retry_after_s >= 1
+    assert pair.p.log == pair.d.log == []
+    assert pair.idle()
+    pair.dispatcher.submit(request(PROMPT), pair.record, Slo(ttft_s=1e-6), admitted=True)
+    assert pair.p.log == [("submit", "r.0")]
+
+
+@scenario
+async def test_what_one_engine_must_not_run_alone_is_divided(pair: Pair) -> None:
+    replan(pair, Routing())
+    await pair.submit(LONG, seed=1, temperature=1.0)
+    assert pair.p.handovers == [SendTo("d")]

@@ -50,6 +50,7 @@ def cluster_file(model: Path, **fake: Any) -> dict[str, Any]:
             "fake": fake,
         },
         "gateway": {"port": free_ports(1)[0]},
+        "router": {"mode": "always"},
         "nodes": {"prefill": {"role": "prefill", **node}, "decode": {"role": "decode", **node}},
     }
 

@@ -1,0 +1,243 @@
+"""Routing without engines: a discrete-event model of workers as vLLM schedules them, under the real router.
+
+Workers step as vLLM's scheduler lets them (chunked prefill, running sequences first, first come first served,
+a prefix cache), and a step takes what ``StepModel`` says. What decides is ``deployments/router.py`` and
+``deployments/fleet.py`` themselves, on the model's clock: minutes of load take seconds, runs are the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from actors.messages import LoadReport, ModelFiles, Role, WorkerInfo
+from actors.steps import Meter, StepModel, Work
+from deployments.fleet import Fleet
+from deployments.router import NO_SLO, Ask, Policy, Slo, route
+from deployments.split import Mode
+from experiments.workload import Arrival, Served, prompt_of
+from kv.chunk import KVLayout
+
+REPORT_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """The simulated hardware: workers of each role, and what they and the way between them are capable of."""
+
+    prefills: int = 2
+    decodes: int = 2
+    step: StepModel = field(default_factory=lambda: StepModel(20e-3, 5e-4, 2e-4, 0.0, 0.0))
+    chunk: int = 512
+    slots: int = 64
+    block: int = 32
+    kv_blocks: int = 4096
+    kv_bytes: int = 1024
+    handover_s: float = 0.01
+    link_rate: float = 1e8
+
+
+PLANT: Final = Plant()
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A request at one worker."""
+
+    key: int
+    prompt: int
+    output: int
+    hashes: list[int]
+    computed: int = 0
+    made: int = 0
+    on_token: Callable[[float], None] | None = None
+    counts: bool = True
+
+
+class _Worker:
+    def __init__(self, plant: Plant, wake: Callable[[float, Callable[[float], None]], None]) -> None:
+        self._plant, self._wake = plant, wake
+        self._waiting: deque[_Part] = deque()
+        self._running: list[_Part] = []
+        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._held = 0
+        self._busy = False
+        self.meter = Meter()
+
+    def submit(self, part: _Part, now: float) -> None:
+        self._waiting.append(part)
+        self._go(now)
+
+    def holds(self, part: _Part) -> int:
+        """Tokens of a prompt that are cached, and keep them so."""
+        found = 0
+        for block in part.hashes:
+            if block not in self._cache:
+                break
+            self._cache.move_to_end(block)
+            found += 1
+        return min(found * self._plant.block, part.prompt - 1)
+
+    def keep(self, part: _Part) -> None:
+        for block in part.hashes:
+            self._cache[block] = None
+            self._cache.move_to_end(block)
+        while len(self._cache) > self._plant.kv_blocks:
+            self._cache.popitem(last=False)
+
+    def _go(self, now: float) -> None:
+        if self._busy:
+            return
+        plan: list[tuple[_Part, int]] = []
+        left = self._plant.chunk
+        for part in self._running:
+            count = min(1 if part.computed >= part.prompt else part.prompt - part.computed, left)
+            if count:
+                plan.append((part, count))
+                left -= count
+        room = self._plant.kv_blocks * self._plant.block
+        while left and self._waiting and len(self._running) < self._plant.slots:
+            part = self._waiting[0]
+            if self._held + part.prompt + part.output > room:
+                break
+            self._waiting.popleft()
+            self._held += part.prompt + part.output
+            part.computed = max(part.computed, self.holds(part)) if part.computed == 0 else part.computed
+            self._running.append(part)
+            count = min(max(1, part.prompt - part.computed), left)
+            plan.append((part, count))
+            left -= count
+        if not plan:
+            return
+        self._busy = True
+        decoding = [part for part, _ in plan if part.computed >= part.prompt]
+        filling = [(part, count) for part, count in plan if part.computed < part.prompt]
+        work = Work(
+            len(decoding),
+            sum(part.prompt + part.made for part in decoding),
+            sum(count for _, count in filling),
+            sum(count * (part.computed + count / 2) for part, count in filling),
+        )
+        step = self._plant.step
+        seconds = step.decode_s(work.decoding, work.context) + step.token * work.tokens
+        seconds += step.token_context * work.token_context
+        self.meter.saw(work, seconds)
+        self._wake(now + seconds, lambda at: self._end(plan, at))
+
+    def _end(self, plan: list[tuple[_Part, int]], now: float) -> None:
+        self._busy = False
+        for part, count in plan:
+            filling = part.computed < part.prompt
+            if filling:
+                part.computed += count
+            if part.computed >= part.prompt:
+                if filling:
+                    self.keep(part)
+                part.made += 1
+                if part.made >= part.output:
+                    self._running.remove(part)
+                    self._held -= part.prompt + part.output
+                if part.on_token is not None:
+                    part.on_token(now)
+        self._go(now)
+
+
+def simulate(
+    arrivals: Sequence[Arrival], policy: Policy, plant: Plant = PLANT, slo: Slo = NO_SLO, admit: bool = False
+) -> list[Served]:
+    """Serve a load, open loop, and return what became of each request, in the order of arrival."""
+    events: list[tuple[float, int, Callable[[float], None]]] = []
+    order, clock = itertools.count(), [0.0]
+
+    def wake(at: float, what: Callable[[float], None]) -> None:
+        heapq.heappush(events, (at, next(order), what))
+
+    fleet = Fleet(lambda: clock[0])
+    roles: list[Role] = [*_times("prefill", plant.prefills), *_times("decode", plant.decodes)]
+    workers = {f"{role}-{i}": _Worker(plant, wake) for i, role in enumerate(roles)}
+    for (name, _), role in zip(workers.items(), roles, strict=True):
+        fleet.add(_info(name, role, plant))
+    served: dict[int, Served] = {}
+    open_requests = [len(arrivals)]
+
+    def report(now: float) -> None:
+        for name, worker in workers.items():
+            rates = dict.fromkeys(workers, plant.link_rate) if name.startswith("prefill") else {}
+            fleet.report(name, LoadReport(worker.meter.model(), rates=rates))
+        if open_requests[0]:
+            wake(now + REPORT_S, report)
+
+    def arrive(number: int, arrival: Arrival, now: float) -> None:
+        tokens = prompt_of(arrival)
+        ask = Ask(arrival.prompt, arrival.output, Mode.FIRST_TOKEN, slo=slo)
+        ask, blocks = fleet.known(ask, tokens)
+        where = route(fleet.snapshot(), ask, policy)
+        if admit and not where.meets:
+            served[number] = Served(arrival, None, None, where.cause, refused=True)
+            open_requests[0] -= 1
+            return
+        fleet.placed(str(number), where, ask, blocks)
+        _run(number, arrival, where, blocks, now)
+
+    def _run(number: int, arrival: Arrival, where: Any, blocks: list[int], now: float) -> None:
+        times: list[float] = []
+        divided = where.prefill != where.decode
+        whole = _Part(number, arrival.prompt, arrival.output, blocks)
+
+        def token(at: float) -> None:
+            times.append(at)
+            if len(times) == 1:
+                fleet.took(str(number), at - now)
+                fleet.prefilled(str(number))
+            elif len(times) == 2 and divided:
+                fleet.handed_over(str(number), at - times[0])
+            if len(times) == arrival.output:
+                fleet.ended(str(number))
+                open_requests[0] -= 1
+                each = (times[-1] - times[0]) / max(1, len(times) - 1)
+                served[number] = Served(arrival, times[0] - now, each, where.cause)
+
+        if not divided:
+            whole.on_token = token
+            workers[where.prefill].submit(whole, now)
+            return
+
+        def first(at: float) -> None:
+            token(at)
+            if arrival.output == 1:
+                return
+            last = min(arrival.prompt, plant.chunk) * plant.kv_bytes / plant.link_rate
+            wake(at + plant.handover_s + last, arrived)
+
+        def arrived(at: float) -> None:
+            rest = _Part(number, arrival.prompt, arrival.output - 1, blocks, computed=arrival.prompt)
+            rest.on_token = token
+            workers[where.decode].keep(rest)
+            workers[where.decode].submit(rest, at)
+
+        part = _Part(number, arrival.prompt, 1, blocks, on_token=first)
+        workers[where.prefill].submit(part, now)
+
+    report(0.0)
+    for number, arrival in enumerate(arrivals):
+        wake(arrival.at, lambda now, n=number, a=arrival: arrive(n, a, now))  # type: ignore[misc]
+    while events:
+        clock[0], _, what = heapq.heappop(events)
+        what(clock[0])
+    return [served[number] for number in range(len(arrivals))]
+
+
+def _times(role: Role, count: int) -> list[Role]:
+    return [role] * count
+
+
+def _info(name: str, role: Role, plant: Plant) -> WorkerInfo:
+    layout = KVLayout("m", "uint8", 1, plant.block, plant.block * plant.kv_bytes, "fake")
+    files = ModelFiles("m", "/m")
+    return WorkerInfo(
+        name, role, name, 0, files, layout, 1 << 20, plant.kv_blocks, (), ("", 0), plant.slots, plant.chunk
+    )
