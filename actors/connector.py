@@ -7,6 +7,9 @@ worker side owns the threads that move bytes (``prefill.Sender``, ``decode.Recei
 
 A request's part in a handover (``SendTo`` or ``ReceiveFrom``) rides in its
 ``kv_transfer_params``, put there by the worker that accepted the request.
+
+Where there is a tier (``tier.py``), requests that are computed here load from it what it holds, and what
+was computed is kept there.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from actors.decode import Target
+from actors.keep import Pages
 from actors.link import Link, link_of
 from actors.messages import Handover, ReceiveFrom, SendTo
 from actors.steps import Work
@@ -33,8 +39,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from actors.tier import Tier
+
 SETTLE_TIMEOUT_S = 30.0
 PARAM = "handover"
+SENDER, KEEPER, LOADER = "sender", "keeper", "loader"
+"""Who may hold the blocks of a finished request."""
 
 
 def params_of(handover: Handover) -> dict[str, Any]:
@@ -53,6 +63,17 @@ class StepPlan(KVConnectorMetadata):
     valid: list[tuple[str, list[int], int]] = field(default_factory=list)
     opened: list[tuple[str, Target]] = field(default_factory=list)
     preempted: frozenset[str] = frozenset()
+    recalls: list[tuple[str, list[int], tuple[int, int]]] = field(default_factory=list)
+    keep: list[Pages] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A request whose pages are kept in the tier; ``pages`` of them were, or are not ours to keep."""
+
+    request: Request
+    salt: bytes
+    pages: int
 
 
 class SchedulerSide:
@@ -65,22 +86,38 @@ class SchedulerSide:
         self._loading: dict[str, tuple[Request, ReceiveFrom]] = {}
         self._loaded: set[str] = set()
         self._opened: list[tuple[str, Target]] = []
+        self._kept: dict[str, _Kept] = {}
+        self._recalled: set[str] = set()
+        """Requests that the tier has nothing more for."""
+        self._recalling: set[str] = set()
+        self._recalls: list[tuple[str, list[int], tuple[int, int]]] = []
 
     def bind(self, blocks: KVCacheManager) -> None:
         """Take the manager that knows which blocks a request has."""
         self._blocks = blocks
 
     def on_new_request(self, request: Request) -> None:
-        """Start following a request that is prefilled for another worker."""
+        """Start following a request that is prefilled for another worker, or whose KV is kept."""
         handover = _handover_of(request)
+        if (tier := self._link.tier) is not None and (salt := tier.salt_of(request)) is not None:
+            self._follow(tier, request, handover, salt)
         if isinstance(handover, SendTo):
             self._sending[request.request_id] = request
             self._link.sender.open(request.request_id, handover.peer, handover.lease_s)
 
+    def _follow(self, tier: Tier, request: Request, handover: Handover | None, salt: bytes) -> None:
+        """Keep this request's pages, but for those that another worker has computed, and keeps."""
+        theirs = handover.prompt_tokens if isinstance(handover, ReceiveFrom) else 0
+        if theirs and tier.mixed:
+            return  # after pages of another layout, nobody would find ours
+        self._kept[request.request_id] = _Kept(request, salt, theirs // tier.page_tokens)
+
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond ``computed`` come from elsewhere, and that they come later."""
         handover = _handover_of(request)
-        if not isinstance(handover, ReceiveFrom) or request.request_id in self._loaded:
+        if not isinstance(handover, ReceiveFrom):
+            return self._in_tier(request, computed)
+        if request.request_id in self._loaded:
             return 0, False
         wanted = handover.prompt_tokens - (0 if handover.first_token else 1)
         if wanted > computed:
@@ -96,25 +133,58 @@ class SchedulerSide:
         self._link.receiver.close(request.request_id)
         return 0, False
 
+    def _in_tier(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """As ``matched_tokens``, for a request that is computed here. Asks the tier once."""
+        request_id, tier = request.request_id, self._link.tier
+        kept = self._kept.get(request_id)
+        if tier is None or kept is None or request_id in self._recalled or request.skip_reading_prefix_cache:
+            return 0, False
+        if not tier.recall.asked(request_id):
+            if tier.recall.ask(request_id, request.all_token_ids, kept.salt, computed):
+                return None, False
+            self._recalled.add(request_id)
+            return 0, False
+        if (found := tier.recall.answer(request_id)) is None:
+            return None, False
+        if not found.start <= computed < found.end:
+            self._recalled.add(request_id)
+            return 0, False
+        return found.end - computed, True
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks were allocated; ``external`` tokens of them come from elsewhere."""
         handover = _handover_of(request)
-        if external == 0 or not isinstance(handover, ReceiveFrom):
+        if external == 0:
+            return
+        if not isinstance(handover, ReceiveFrom):
+            self._recall(request.request_id, blocks.get_block_ids()[0], external)
             return
         end = handover.prompt_tokens - (0 if handover.first_token else 1)
         block_ids = blocks.get_block_ids()[0]
         self._loading[request.request_id] = (request, handover)
         self._opened.append((request.request_id, Target(block_ids, skip=end - external, end=end)))
 
+    def _recall(self, request_id: str, block_ids: list[int], external: int) -> None:
+        tier = self._link.tier
+        assert tier is not None
+        found = tier.recall.answer(request_id)
+        assert found is not None
+        self._recalled.add(request_id)
+        self._recalling.add(request_id)
+        self._recalls.append((request_id, block_ids, (found.end - external, found.end)))
+
     def plan(self, step: SchedulerOutput) -> StepPlan:
         """Say what this step makes valid and which loads can start."""
-        plan = StepPlan(preempted=frozenset(step.preempted_req_ids or ()) & self._sending.keys())
+        plan = StepPlan(preempted=frozenset(step.preempted_req_ids or ()))
         plan.opened, self._opened = self._opened, []
+        plan.recalls, self._recalls = self._recalls, []
+        self._link.computed_tokens += step.total_num_scheduled_tokens
         assert self._blocks is not None
         before = _computed_before(step)
         self._link.meter.planned(_work(before, step.num_scheduled_tokens))
         for request_id, computed in before:
             self._link.marks.note(request_id, "scheduled")
+            self._keep(plan, request_id, computed + step.num_scheduled_tokens[request_id])
             if (request := self._sending.get(request_id)) is None:
                 continue
             end = min(computed + step.num_scheduled_tokens[request_id], request.num_prompt_tokens)
@@ -124,8 +194,24 @@ class SchedulerSide:
                 plan.valid.append((request_id, self._blocks.get_block_ids(request_id)[0], end))
         return plan
 
+    def _keep(self, plan: StepPlan, request_id: str, end: int) -> None:
+        """Add pages to the plan that are full of known tokens when the step has computed up to ``end``."""
+        tier, kept = self._link.tier, self._kept.get(request_id)
+        if tier is None or kept is None:
+            return
+        pages = min(end, kept.request.num_tokens) // tier.page_tokens
+        if pages <= kept.pages:
+            return
+        assert self._blocks is not None
+        blocks = self._blocks.get_block_ids(request_id)[0]
+        tokens = kept.request.all_token_ids[: pages * tier.page_tokens]
+        plan.keep.append(Pages(request_id, kept.salt, tokens, blocks, kept.pages))
+        kept.pages = pages
+        tier.keeper.promise(request_id)
+
     def loaded(self, request_ids: set[str]) -> None:
         """The worker side has written these requests' KV: put in the token that prefill sampled."""
+        self._recalling -= request_ids
         for request_id in request_ids:
             if (loading := self._loading.pop(request_id, None)) is None:
                 continue
@@ -137,14 +223,24 @@ class SchedulerSide:
 
     def finished(self, request: Request) -> bool:
         """Return whether the blocks must be kept until the worker side reports the request."""
-        request_id = request.request_id
+        request_id, tier = request.request_id, self._link.tier
+        loading = self._loading.pop(request_id, None) is not None or request_id in self._recalling
         self._loaded.discard(request_id)
+        self._recalled.discard(request_id)
+        self._recalling.discard(request_id)
+        self._kept.pop(request_id, None)
         if isinstance(_handover_of(request), ReceiveFrom):
             self._link.receiver.close(request_id)
-        if self._sending.pop(request_id, None) is None:
-            return False
+        if tier is not None:
+            tier.recall.forget(request_id)
+        sending = self._sending.pop(request_id, None) is not None
         tokens = request.output_token_ids
-        return self._link.sender.finish(request_id, tokens[-1] if len(tokens) else None)
+        holders = {
+            SENDER: sending and self._link.sender.finish(request_id, tokens[-1] if len(tokens) else None),
+            KEEPER: tier is not None and tier.keeper.finish(request_id),
+            LOADER: loading,
+        }
+        return self._link.holds.add(request_id, holders)
 
 
 class WorkerSide:
@@ -157,25 +253,45 @@ class WorkerSide:
         """Before the forward pass: blocks may be overwritten from here on."""
         if plan.preempted:
             self._link.sender.preempted(plan.preempted, SETTLE_TIMEOUT_S)
+            if self._link.tier is not None:
+                self._link.tier.keeper.preempted(plan.preempted, SETTLE_TIMEOUT_S)
 
     def load(self, plan: StepPlan) -> None:
         """Blocks were allocated for these requests: write what arrives into them."""
         for request_id, target in plan.opened:
             self._link.receiver.open(request_id, target)
         plan.opened = []
+        if (tier := self._link.tier) is not None:
+            for request_id, blocks, tokens in plan.recalls:
+                tier.recall.load(request_id, blocks, tokens)
+            plan.recalls = []
 
     def save(self, plan: StepPlan) -> None:
         """After the forward pass: what it computed is valid."""
         for request_id, blocks, end in plan.valid:
             self._link.marks.note(request_id, "computed", last=True)
             self._link.sender.valid(request_id, blocks, end)
+        if (tier := self._link.tier) is not None:
+            for pages in plan.keep:
+                tier.keeper.keep(pages)
+            plan.keep = []
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return (sent, received) requests that the scheduler may go on with."""
-        sent, received = self._link.sender.take_finished(), self._link.receiver.take_finished()
-        if sent or received:
-            self._link.wake()  # the scheduler acts on them in the next step
-        return sent, received
+    def take_finished(self) -> KVConnectorTransferResults:
+        """Return requests that the scheduler may go on with, or whose blocks it may free."""
+        link, tier = self._link, self._link.tier
+        received, failed = link.receiver.take_finished(), set[str]()
+        free, sent = link.holds.release(SENDER, link.sender.take_finished())
+        free |= sent
+        if tier is not None:
+            recalled, failed = tier.recall.take_finished()
+            received |= recalled
+            free |= link.holds.release(KEEPER, tier.keeper.take_finished())[0]
+        others, received = link.holds.release(LOADER, received)
+        if free or others or received:
+            link.wake()  # the scheduler acts on them in the next step
+        return KVConnectorTransferResults(
+            finished_sending=free | others, finished_recving=received, failed_recving=failed & received
+        )
 
 
 class HandoffConnector(KVConnectorBase_V1):
@@ -185,6 +301,8 @@ class HandoffConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        self._whole_prefixes = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
         self._link = link_of(self._kv_transfer_config.engine_id)
         self._scheduler_side = SchedulerSide(self._link) if role == KVConnectorRole.SCHEDULER else None
         self._worker_side = WorkerSide(self._link) if role == KVConnectorRole.WORKER else None
@@ -208,7 +326,7 @@ class HandoffConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See the base class."""
-        self._link.register_caches(self._vllm_config, kv_caches)
+        self._link.register_caches(self._vllm_config, kv_caches, self._whole_prefixes)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """See the base class."""
@@ -231,7 +349,7 @@ class HandoffConnector(KVConnectorBase_V1):
         """See the base class; the publisher thread reads the blocks while later steps run."""
         self._worker.save(self._plan())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See the base class."""
         return self._worker.take_finished()
 

@@ -152,6 +152,7 @@ def build_core(model: str, options: dict[str, Any], engine_id: str) -> EngineCor
         kv_connector="HandoffConnector",
         kv_connector_module_path="actors.connector",
         kv_role="kv_both",
+        kv_load_failure_policy="recompute",  # what does not come out of the tier
         engine_id=engine_id,
     )
     config = engine_config(model, {**options, "kv_transfer_config": transfer})

@@ -7,6 +7,7 @@ in one process.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.decode import AskAgain, Receiver
+from actors.holds import Holds
 from actors.marks import Marks
 from actors.packing import block_order, heads_of, learn
 from actors.prefill import Post, Sender
@@ -25,6 +27,11 @@ from kv.paged import PagedCache
 
 if TYPE_CHECKING:
     import torch
+
+    from actors.tier import Tier
+    from kv.bucket import Bucket
+
+logger = logging.getLogger(__name__)
 
 _links: dict[str, Link] = {}
 
@@ -40,8 +47,9 @@ class Link:
         again: how another worker is asked for a chunk over another rung.
         wake: wakes the engine loop.
         on_failed: told (request id, reason) when a request's KV will not come.
+        bucket: of the tier; None: there is none. It stays the caller's.
 
-    ``sender``, ``receiver``, ``cache`` and ``layout`` exist once vLLM has allocated its KV
+    ``sender``, ``receiver``, ``cache``, ``layout`` and ``tier`` exist once vLLM has allocated its KV
     cache (``register_caches``), which is before the first request.
 
     """
@@ -50,6 +58,7 @@ class Link:
     receiver: Receiver
     cache: PagedCache
     layout: KVLayout
+    tier: Tier | None = None
 
     def __init__(
         self,
@@ -60,13 +69,20 @@ class Link:
         again: AskAgain,
         wake: Callable[[], None],
         on_failed: Callable[[str, str], None],
+        bucket: Bucket | None = None,
     ) -> None:
         self.name, self.model_digest, self.rungs, self.wake = name, model_digest, rungs, wake
-        self._post, self._again, self._on_failed = post, again, on_failed
-        self.marks, self.meter = Marks(), Meter()
+        self._post, self._again, self._on_failed, self._bucket = post, again, on_failed, bucket
+        self.marks, self.meter, self.holds = Marks(), Meter(), Holds()
+        self.computed_tokens = 0
 
-    def register_caches(self, vllm_config: Any, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Build both halves of the handover over the engine's cache tensors."""
+    def register_caches(
+        self, vllm_config: Any, kv_caches: dict[str, torch.Tensor], whole_prefixes: bool = True
+    ) -> None:
+        """Build both halves of the handover over the engine's cache tensors, and the tier.
+
+        Without ``whole_prefixes`` the engine does not keep all blocks of a request, and there is no tier.
+        """
         tensors = list(kv_caches.values())
         block_size = int(vllm_config.cache_config.block_size)
         fake = FAKE in vllm_config.additional_config
@@ -88,9 +104,20 @@ class Link:
         self.receiver = Receiver(
             self.cache, self.layout, self.rungs, self.marks, self.wake, self._again, self._on_failed
         )
+        if self._bucket is not None and not whole_prefixes:
+            logger.warning(
+                "no KV is kept in %s: this model forgets tokens, or has several caches", self._bucket
+            )
+        elif self._bucket is not None:
+            from actors.tier import Tier, computed_as  # pyarrow takes its time
+
+            salt = computed_as(vllm_config)
+            self.tier = Tier(self._bucket, self.layout, self.cache, salt, self.meter, self.wake)
 
     def close(self) -> None:
-        """Stop both halves."""
+        """Stop both halves, and the tier."""
+        if self.tier is not None:
+            self.tier.close()
         self.receiver.stop()
         self.sender.close()
 

@@ -33,6 +33,7 @@ class WorkerSpec:
         engine: options passed to vLLM unchanged.
         transport: name of the KV transport; ``auto`` for all there are, and a ladder over them.
         s3: the bucket that is one of them, if there is one.
+        tier: whether KV is kept in the bucket, and loaded from it.
         tls: this node's certificates; with them, nothing that cannot be encrypted is a transport.
 
     """
@@ -43,6 +44,7 @@ class WorkerSpec:
     engine: Mapping[str, Any]
     transport: str = "auto"
     s3: S3Settings | None = None
+    tier: bool = False
     tls: TlsFiles | None = None
 
 
@@ -221,6 +223,22 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True)
+class Recalled:
+    """What a worker loaded from the bucket's tier for a request, instead of computing it.
+
+    Attributes:
+        tokens: how many; the worker had those before them, and computed those after them.
+        nbytes: of the pages that were read.
+        reason: why, for people.
+
+    """
+
+    tokens: int
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """A gateway's first message to a worker.
 
@@ -302,6 +320,7 @@ class OutputBatch:
             output. Stages named ``peer.*`` are on the clock of the prefill worker.
         handed: request id to how its KV came, with its first output.
         load: the worker's state, several times a second.
+        recalled: request id to what came from the tier, with its first output.
 
     """
 
@@ -310,6 +329,7 @@ class OutputBatch:
     marks: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     handed: Mapping[str, Handed] = field(default_factory=dict)
     load: LoadReport | None = None
+    recalled: Mapping[str, Recalled] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +350,8 @@ class WorkerStats:
         taken_chunks: chunks that came here by ``rung cause``, since the start.
         taken_bytes: their bytes by rung.
         rates: estimated bytes per second by ``peer rung``; 0 while a rung is broken.
+        computed_tokens: tokens whose KV this engine has computed itself, since the start.
+        tier: counters of the bucket's tier by name (``actors/tier.py``), since the start; empty without one.
 
     """
 
@@ -346,3 +368,5 @@ class WorkerStats:
     taken_chunks: Mapping[str, int] = field(default_factory=dict)
     taken_bytes: Mapping[str, int] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
+    computed_tokens: int = 0
+    tier: Mapping[str, int] = field(default_factory=dict)

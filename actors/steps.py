@@ -123,6 +123,11 @@ class Meter:
             self._weight[kind] = FORGET * self._weight[kind] + trust
             self._stale = True
 
+    @property
+    def measured(self) -> bool:
+        """Whether a step has computed prompt tokens."""
+        return bool(self._weight[1] > 0)
+
     def model(self) -> StepModel:
         """Return what fits best now."""
         with self._lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import ray
 
 from actors.errors import WorkerError
@@ -13,16 +15,30 @@ from kv.tcp import TcpTransport
 from kv.tls import TlsFiles
 from kv.transport import Transport
 
+if TYPE_CHECKING:
+    from kv.bucket import Bucket
+
 AUTO = ("tcp", "plasma")
 """The transports of a worker whose cluster file says ``auto``; and ``s3``, where it has a bucket."""
 
 
-def make_transports(spec: WorkerSpec) -> dict[str, Transport]:
-    """Return a worker's transports by name.
+def open_bucket(spec: WorkerSpec) -> Bucket | None:
+    """Return the bucket that a worker uses, as a transport, as a tier or as both; None if it uses none.
+
+    Raises ``kv.errors.TransferError`` if its credentials cannot be had.
+    """
+    if spec.s3 is None or not (spec.transport == "auto" or spec.tier):
+        return None
+    from kv.bucket import Bucket  # pyarrow takes its time
+
+    return Bucket(spec.s3)
+
+
+def make_transports(spec: WorkerSpec, bucket: Bucket | None = None) -> dict[str, Transport]:
+    """Return a worker's transports by name; the bucket, which stays the caller's, among them where it may be.
 
     Raises:
         WorkerError: one cannot be had on this node.
-        kv.errors.TransferError: the bucket's credentials cannot be had.
         kv.tls.TlsError: a certificate cannot be used; names the file.
 
     """
@@ -30,11 +46,10 @@ def make_transports(spec: WorkerSpec) -> dict[str, Transport]:
     if spec.tls is not None:
         names = ("tcp",)
     made = {name: make_transport(name, spec.tls) for name in names}
-    if spec.s3 is not None and spec.transport == "auto":
-        from kv.bucket import Bucket  # pyarrow takes its time
-        from kv.s3 import SweptS3Transport
+    if bucket is not None and spec.transport == "auto":
+        from kv.s3 import S3Transport
 
-        made["s3"] = SweptS3Transport(Bucket(spec.s3))
+        made["s3"] = S3Transport(bucket)
     return made
 
 

@@ -49,7 +49,7 @@ from actors.messages import (
 from actors.peers import OnTaken, Peers
 from actors.rungs import Rungs
 from actors.secret import CHANNEL_PURPOSE, data_plane_key
-from actors.transports import make_transports
+from actors.transports import make_transports, open_bucket
 from cluster.fake import FAKE
 from kv.ladder import PROBE_SIZES
 from kv.transport import Transport, needs_ray
@@ -57,6 +57,9 @@ from kv.transport import Transport, needs_ray
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore
+
+    from kv.bucket import Bucket
+    from kv.sweep import Sweeper
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +92,8 @@ class Worker:
         self._loop = asyncio.new_event_loop()  # replaced by the actor's own in start()
         self._engine = EngineLoop(self._build, self)
         self._sweeper: asyncio.Task[None] | None = None
+        self._bucket: Bucket | None = None
+        self._bucket_sweeper: Sweeper | None = None
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -127,6 +132,8 @@ class Worker:
         link = self._link_now()
         for peer in peers:
             link.layout.require_compatible(peer.layout)
+            if link.tier is not None:
+                link.tier.recall.learn(peer.layout)
         ways = [peer for peer in peers if (self._spec.role, peer.role) == ("prefill", "decode")]
         for peer in ways:
             link.rungs.meet(peer.name, peer.node, peer.transports)
@@ -169,6 +176,8 @@ class Worker:
             taken_chunks={" ".join(key): count for key, count in tally.chunks.copy().items()},
             taken_bytes=dict(tally.nbytes.copy()),
             rates={" ".join(key): rate for key, rate in link.rungs.rates().items()},
+            computed_tokens=link.computed_tokens,
+            tier={} if link.tier is None else link.tier.counters(),
         )
 
     async def reset_prefix_cache(self) -> bool:
@@ -191,6 +200,10 @@ class Worker:
             self._peers.close()
         if self._link is not None:
             self._link.close()
+        if self._bucket_sweeper is not None:
+            self._bucket_sweeper.close()
+        if self._bucket is not None:
+            self._bucket.close()
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -199,6 +212,7 @@ class Worker:
 
         Returns the seconds that its fetch took, None if there was none.
         """
+        self._learn(delivery)
         done: asyncio.Future[float | None] = self._loop.create_future()
 
         def taken(seconds: float | None) -> None:
@@ -233,9 +247,15 @@ class Worker:
             case Abort(request_ids):
                 self._abort(request_ids)
             case Announce(number, delivery):
+                self._learn(delivery)
                 self._link_now().receiver.deliver(delivery, lambda took: channel.send(Taken(number, took)))
             case _:
                 logger.warning("a message of an unknown kind came: %s", type(message).__name__)
+
+    def _learn(self, delivery: Delivery) -> None:
+        """Who hands KV over also keeps it, in its own layout; a worker that was restarted sees it here."""
+        if isinstance(delivery, Chunk) and (tier := self._link_now().tier) is not None:
+            tier.recall.learn(delivery.header.layout)
 
     def _gone(self, channel: Channel, reason: str) -> None:
         """A channel ended; if it was a gateway's, so do the gateway's requests."""
@@ -287,16 +307,19 @@ class Worker:
 
         link = self._link_now()
         for client, batch in outputs.items():
-            marks, handed = {}, {}
+            marks, handed, recalled = {}, {}, {}
             for output in batch.outputs:
                 if taken := link.marks.close(output.request_id):
                     marks[output.request_id] = (*taken, ("output", time.monotonic()))
                     if (how := link.receiver.handed(output.request_id)) is not None:
                         handed[output.request_id] = how
+                    if link.tier and (loaded := link.tier.recall.recalled(output.request_id)) is not None:
+                        recalled[output.request_id] = loaded
                 if output.finished:
                     self._loop.call_soon_threadsafe(self._forget, output.request_id)
             if batch.outputs:
-                self._put(client, OutputBatch(encode_outputs(batch), marks=marks, handed=handed))
+                frame = encode_outputs(batch)
+                self._put(client, OutputBatch(frame, marks=marks, handed=handed, recalled=recalled))
 
     def stepped(self, unfinished: int) -> None:
         """See ``engine.Outputs``."""
@@ -315,6 +338,11 @@ class Worker:
         path = Path(self._spec.model)
         path = path if path.is_dir() else Path(get_model_path(self._spec.model))
         self._files = model_files(path, weights_needed=FAKE not in self._spec.engine)
+        self._bucket = open_bucket(self._spec)
+        if self._bucket is not None:
+            from kv.sweep import Sweeper
+
+            self._bucket_sweeper = Sweeper(self._bucket)
         link = Link(
             self._spec.name,
             self._files.digest,
@@ -323,6 +351,7 @@ class Worker:
             self._peers.again,
             self._engine.wake,
             self._handover_failed,
+            self._bucket if self._spec.tier else None,
         )
         engine_id = f"{self._spec.name}-{os.getpid()}"
         register(engine_id, link)
@@ -347,7 +376,7 @@ class Worker:
     # -- helpers ------------------------------------------------------------------------------
 
     def _transports(self) -> Mapping[str, Transport]:
-        return make_transports(self._spec)
+        return make_transports(self._spec, self._bucket)
 
     def _handover_failed(self, request_id: str, reason: str) -> None:
         """Any thread: end the request here and tell its gateway, which decides what to try next."""
@@ -419,6 +448,8 @@ class Worker:
             ):
                 told = now
                 self._engine.call(self._report)
+            if link.tier is not None:
+                link.tier.recall.sweep()
             if probing is None or probing.done():
                 probing = asyncio.create_task(asyncio.to_thread(link.rungs.probe_due))
 

@@ -127,6 +127,7 @@ class S3(_Model):
     role_arn: role to assume, with the external_id that its owner may ask for.
     expiry_s: objects older than this are deleted. size_limit: above it the oldest are deleted.
     timeout_s: deadline of uploads. connections: requests at once, per worker and direction.
+    tier: keep the KV of prompts there, so that any worker can load what another has computed.
     """
 
     bucket: Annotated[str, Field(pattern=BUCKET_PATTERN)]
@@ -141,6 +142,7 @@ class S3(_Model):
     size_limit: Size = 64 * 2**30
     timeout_s: Annotated[float, Field(gt=0)] = 30
     connections: Annotated[int, Field(ge=1, le=64)] = 8
+    tier: bool = False
 
 
 class Tls(_Model):

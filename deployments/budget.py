@@ -34,3 +34,7 @@ class Budget:
             return (1 - self._left) / self.tokens_per_s
         self._left -= tokens
         return 0.0
+
+    def refund(self, tokens: int) -> None:
+        """Give back what was spent and not needed after all."""
+        self._left = min(self._most, self._left + tokens)

@@ -17,7 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason
 
 from actors.frames import decode_outputs, encode_request
-from actors.messages import Handed, OutputBatch, ReceiveFrom, SendTo, WorkerStats
+from actors.messages import Handed, OutputBatch, Recalled, ReceiveFrom, SendTo, WorkerStats
 from deployments import split
 from deployments.budget import Budget
 from deployments.errors import NoWorker, Overloaded, RequestLost
@@ -49,6 +49,7 @@ class Flight:
         attempt: which try this is, from 0; part of the id that the workers see.
         emitted: output tokens that have been passed on.
         held: outputs of decode that arrived before the first token did.
+        paid: prompt tokens of this try that were taken from the budget.
 
     """
 
@@ -59,6 +60,7 @@ class Flight:
     emitted: list[int] = field(default_factory=list)
     held: list[EngineCoreOutput] = field(default_factory=list)
     prefilling: bool = False
+    paid: int = 0
 
     @property
     def engine_id(self) -> str:
@@ -180,6 +182,8 @@ class Dispatcher:
                 if (flight := self._flight(output.request_id)) is not None:
                     marks = batch.marks.get(output.request_id, ())
                     handed = batch.handed.get(output.request_id)
+                    if (recalled := batch.recalled.get(output.request_id)) is not None:
+                        self._note_recalled(flight, worker, recalled)
                     ready.extend(self._advance(flight, worker, output, marks, handed, received))
         if ready:
             self.abort(self._deliver(ready))
@@ -216,6 +220,8 @@ class Dispatcher:
             prefill_node=prefill.info.node,
             decode_node=decode.info.node,
             transport=None,
+            tier_worker=None,
+            tier_tokens=0,
             attempts=flight.attempt + 1,
         )
         whole = split.continued(flight.request, flight.emitted)
@@ -271,6 +277,19 @@ class Dispatcher:
             flight.held.append(output)
             return []
         return self._pass_on(flight, [output])
+
+    def _note_recalled(self, flight: Flight, worker: WorkerClient, recalled: Recalled) -> None:
+        """A worker loaded KV from the bucket's tier: on the record it goes, and back into the budget."""
+        flight.record.facts.update(
+            tier_worker=worker.info.name,
+            tier_tokens=recalled.tokens,
+            tier_bytes=recalled.nbytes,
+            tier_reason=recalled.reason,
+        )
+        if flight.paid:
+            assert self.budget is not None
+            self.budget.refund(min(flight.paid, recalled.tokens))
+            flight.paid = 0
 
     def _first_token(self, flight: Flight, output: EngineCoreOutput) -> list[EngineCoreOutput]:
         """Take the only output of a divided request's prefill."""
@@ -368,9 +387,13 @@ class Dispatcher:
 
     def _over_budget(self, flight: Flight) -> float:
         """Take the prompt from the budget; return how long to wait if there is none left."""
+        flight.paid = 0
         if self.budget is None or self._workers[flight.route.decode].info.role != "decode":
             return 0.0
-        return self.budget.spend(len(flight.request.prompt_token_ids or ()) + len(flight.emitted))
+        tokens = len(flight.request.prompt_token_ids or ()) + len(flight.emitted)
+        if (wait_s := self.budget.spend(tokens)) == 0:
+            flight.paid = tokens
+        return wait_s
 
     def _unsafe(self, request: EngineCoreRequest, emitted: list[int]) -> str | None:
         """Say why a request must not run undivided, if it must not."""

@@ -61,12 +61,16 @@ class Record:
         prefill, decode, how = (facts.get(key) for key in ("prefill_worker", "decode_worker", "transport"))
         if decode is None:
             return None
+        tier = ""
+        if facts.get("tier_tokens"):
+            tier = f"; {facts['tier_tokens']} tokens from the tier on {facts['tier_worker']}"
+            tier += f", {facts['tier_reason']}"
         if prefill == decode:
-            told = f"{decode}; undivided; {facts.get('reason')}"
+            told = f"{decode}; undivided; {facts.get('reason')}{tier}"
         elif how is None:
-            told = f"{prefill}>{decode}; under way; {facts.get('reason')}"
+            told = f"{prefill}>{decode}; under way; {facts.get('reason')}{tier}"
         else:
-            told = f"{prefill}>{decode}; {how}; {facts.get('transport_reason')}"
+            told = f"{prefill}>{decode}; {how}; {facts.get('transport_reason')}{tier}"
         decision = facts.get("decision")
         if isinstance(decision, dict) and "ttft_ms" in decision:
             told += (

@@ -16,6 +16,22 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 
+TIER = {
+    "written_bytes": "Bytes of KV written to the bucket's tier, behind the requests",
+    "dropped_bytes": "Bytes of KV not kept in the tier: it was too slow for them",
+    "failed_bytes": "Bytes of KV that the tier's store did not take",
+    "waiting_bytes": "Bytes of KV that wait to be written to the tier",
+    "loaded_bytes": "Bytes of KV loaded from the tier",
+    "loaded_tokens": "Tokens whose KV was loaded from the tier instead of being computed",
+    "hits": "Requests whose prompt's beginning was in the tier",
+    "misses": "Requests that the tier was asked for in vain",
+    "slower": "Requests whose KV was expected to be computed faster than loaded from the tier",
+    "corrupt": "Loads from the tier that found a damaged page",
+    "gone": "Loads from the tier that came too late: a page had expired",
+    "failures": "Answers and loads from the tier that did not come, or not in time",
+}
+"""What ``WorkerStats.tier`` counts (``actors/tier.py``)."""
+
 
 class WorkerMetrics(Collector):
     """Asks the workers for their counters every second; a scrape shows the latest.
@@ -87,6 +103,15 @@ def families(latest: dict[str, WorkerStats]) -> Iterator[Metric]:
         key: GaugeMetricFamily(f"handoff_kv_{key}", text, labels=("worker",))
         for key, (text, _) in gauges.items()
     }
+    computed = CounterMetricFamily(
+        "handoff_computed_tokens", "Tokens whose KV a worker has computed itself", labels=("worker",)
+    )
+    tier: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
+        name: (GaugeMetricFamily if name == "waiting_bytes" else CounterMetricFamily)(
+            f"handoff_tier_{name}", text, labels=("worker",)
+        )
+        for name, text in TIER.items()
+    }
     for worker, stats in latest.items():
         for key, count in stats.taken_chunks.items():
             rungs.add_metric((worker, *key.split(" ")), count)
@@ -95,6 +120,9 @@ def families(latest: dict[str, WorkerStats]) -> Iterator[Metric]:
         for key, rate in stats.rates.items():
             rates.add_metric((worker, *key.split(" ")), rate)
         expired.add_metric((worker,), stats.expired_leases)
+        computed.add_metric((worker,), stats.computed_tokens)
+        for name, count in stats.tier.items():
+            tier[name].add_metric((worker,), count)
         for key, (_, field) in gauges.items():
             live[key].add_metric((worker,), getattr(stats, field))
-    yield from (rungs, nbytes, rates, expired, *live.values())
+    yield from (rungs, nbytes, rates, expired, computed, *live.values(), *tier.values())

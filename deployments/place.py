@@ -68,7 +68,8 @@ def start_workers(file: ClusterFile, progress: Progress) -> list[PlacedWorker]:
                 model=file.model_on(placement.node_name),
                 engine=file.engine_for(ask.role, placement.node_name),
                 transport=file.transport,
-                s3=None if file.s3 is None else S3Settings(**file.s3.model_dump()),
+                s3=None if file.s3 is None else S3Settings(**file.s3.model_dump(exclude={"tier"})),
+                tier=file.s3 is not None and file.s3.tier,
                 tls=None if file.tls is None else TlsFiles(**_paths(file.tls.model_dump())),
             )
             handles[ask.name] = _create(spec, ask, placement)

@@ -34,6 +34,7 @@ class Counts:
 
     Attributes:
         stored: in the tier, some of them before.
+        written: those of them that were uploaded.
         dropped: there was no memory for them.
         failed: the store did not take them.
         waiting: not yet tried.
@@ -41,6 +42,7 @@ class Counts:
     """
 
     stored: int
+    written: int
     dropped: int
     failed: int
     waiting: int
@@ -65,24 +67,28 @@ class WriteBehind:
         self._free = list(range(slots))
         self._waiting: deque[tuple[bytes, int]] = deque()
         self._held: set[bytes] = set()
-        self._stored = self._dropped = self._failed = 0
+        self._stored = self._written = self._dropped = self._failed = 0
         self._closed = False
         self._changed = threading.Condition()
         self._complained = -COMPLAIN_S
         self._thread = threading.Thread(target=self._run, name="kv-s3-behind", daemon=True)
         self._thread.start()
 
-    def put(self, keys: Sequence[bytes], pages: Sequence[Sequence[Run]]) -> None:
-        """Take pages, as ``KVTier.put`` does. They are the caller's again when this returns."""
-        for key, runs in zip(keys, pages, strict=True):
+    def put(self, keys: Sequence[bytes], pages: Sequence[Sequence[Run]]) -> bool:
+        """Take pages of one prefix, as ``KVTier.put`` does. They are the caller's again when this returns.
+
+        Returns whether there was memory for all. Those after the first that is dropped are dropped as well:
+        nobody would find them.
+        """
+        for index, (key, runs) in enumerate(zip(keys, pages, strict=True)):
             if self._tier.seen_lately(key):
                 continue
             with self._changed:
                 if key in self._held:
                     continue
                 if self._closed or not self._free:
-                    self._dropped += 1
-                    continue
+                    self._dropped += len(keys) - index
+                    return False
                 slot = self._free.pop()
                 self._held.add(key)
             for room, run in zip(self._memory[slot], runs, strict=True):
@@ -90,11 +96,17 @@ class WriteBehind:
             with self._changed:
                 self._waiting.append((key, slot))
                 self._changed.notify_all()
+        return True
+
+    def drop(self, count: int) -> None:
+        """Count pages that the caller did not even put, because one before them was dropped."""
+        with self._changed:
+            self._dropped += count
 
     def counts(self) -> Counts:
         """Return what became of the pages so far."""
         with self._changed:
-            return Counts(self._stored, self._dropped, self._failed, len(self._held))
+            return Counts(self._stored, self._written, self._dropped, self._failed, len(self._held))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until no page waits any more; return whether that is so within ``timeout_s``."""
@@ -110,10 +122,11 @@ class WriteBehind:
 
     def _run(self) -> None:
         while batch := self._next():
-            stored = self._upload(batch)
+            written = self._upload(batch)
             with self._changed:
-                if stored:
+                if written is not None:
                     self._stored += len(batch)
+                    self._written += written
                 else:
                     self._failed += len(batch)
                 self._free += [slot for _, slot in batch]
@@ -126,13 +139,13 @@ class WriteBehind:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
 
-    def _upload(self, batch: list[tuple[bytes, int]]) -> bool:
+    def _upload(self, batch: list[tuple[bytes, int]]) -> int | None:
+        """Return how many were written that were not there before, None if the store did not take them."""
         try:
             pages = [list(self._memory[slot]) for _, slot in batch]
-            self._tier.put([key for key, _ in batch], pages, self._timeout_s)
+            return self._tier.put([key for key, _ in batch], pages, self._timeout_s)
         except TransferError as error:
             if time.monotonic() - self._complained >= COMPLAIN_S:
                 self._complained = time.monotonic()
                 logger.warning("KV is not kept for later: %s", error)
-            return False
-        return True
+            return None

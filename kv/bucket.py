@@ -28,7 +28,7 @@ import numpy as np
 from pyarrow import fs
 
 from kv.chunk import Run
-from kv.errors import ChunkCorrupt, PeerLost, StoreFull, TransferError, TransferTimeout
+from kv.errors import ChunkCorrupt, Gone, PeerLost, StoreFull, TransferError, TransferTimeout
 
 CONNECT_TIMEOUT_S: Final = 2.0
 STALL_TIMEOUT_S: Final = 5.0
@@ -56,7 +56,7 @@ class S3Settings:
         expiry_s: objects older than this are deleted by the sweeper.
         size_limit: bytes of stored pages above which the sweeper deletes the oldest.
         timeout_s: deadline of uploads and deletions, which have none from their caller.
-        connections: requests at once, for reading and again for writing.
+        connections: requests at once, for reading, again for writing, and again for looking.
 
     """
 
@@ -144,6 +144,7 @@ class Bucket:
         self._root = f"{settings.bucket}/{settings.prefix.strip('/')}".rstrip("/")
         self._readers = ThreadPoolExecutor(settings.connections, "kv-s3-read")
         self._writers = ThreadPoolExecutor(settings.connections, "kv-s3-write")
+        self._lookers = ThreadPoolExecutor(settings.connections, "kv-s3-look")
         self._memory = threading.local()
         # In a thread, because assuming a role is a request too.
         (self._fs,) = self.read([lambda _: self._connect()], settings.timeout_s, "credentials")
@@ -184,6 +185,10 @@ class Bucket:
         """As ``read``, in threads for uploads, which do not keep reads waiting."""
         return self._run(self._writers, tasks, timeout_s, what)
 
+    def look(self, tasks: Sequence[Callable[[Gate], T]], timeout_s: float, what: str) -> list[T]:
+        """As ``read``, in threads for small requests, which are not kept waiting by large ones."""
+        return self._run(self._lookers, tasks, timeout_s, what)
+
     def later(self, task: Callable[[], None]) -> Future[None] | None:
         """Run a task that nobody waits for, in a thread for uploads; None after ``close``."""
         with contextlib.suppress(RuntimeError):
@@ -219,11 +224,12 @@ class Bucket:
         """Take no more calls. Those under way end by themselves, within pyarrow's timeouts."""
         self._readers.shutdown(wait=False)
         self._writers.shutdown(wait=False)
+        self._lookers.shutdown(wait=False)
 
     # -- single requests ------------------------------------------------------------------------------
 
     def open(self, name: str) -> StoredFile:
-        """Return an object for reading. Raises ``PeerLost`` if it is not there."""
+        """Return an object for reading. Raises ``Gone`` if it is not there."""
         with self._errors(name):
             return StoredFile(self, name, self._fs.open_input_file(self._path(name)))
 
@@ -310,7 +316,7 @@ class Bucket:
         return f"{self._root}/{name}"
 
     @contextlib.contextmanager
-    def _errors(self, name: str, missing: type[Exception] = PeerLost) -> Iterator[None]:
+    def _errors(self, name: str, missing: type[Exception] = Gone) -> Iterator[None]:
         """Turn what pyarrow raises into our errors, without its words."""
         try:
             yield

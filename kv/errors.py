@@ -4,6 +4,7 @@
     ├── TransferError            a transfer did not complete; the request can be retried
     │   ├── TransferTimeout      the deadline passed; says what was waited for
     │   ├── PeerLost             the other side, or the object it owned, is gone
+    │   │   └── Gone             the object alone: its store answers
     │   ├── StoreFull            no room to publish a chunk
     │   └── ChunkCorrupt         bytes or identity differ from what was promised
     └── LayoutMismatch           the two engines cannot exchange KV at all; not retried
@@ -27,6 +28,10 @@ class TransferTimeout(TransferError):
 
 class PeerLost(TransferError):
     """The peer, or an object that it owned, is gone."""
+
+
+class Gone(PeerLost):
+    """The object is gone: released, expired or swept. Its store answers."""
 
 
 class StoreFull(TransferError):

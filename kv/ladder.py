@@ -186,6 +186,11 @@ class Ladder:
             tuple(rungs), f"for {nbytes / 1e6:.1f} MB: " + (", ".join(told) or "no transport in common")
         )
 
+    def estimate_s(self, rung: str, nbytes: int, now: float) -> float:
+        """Return how long a payload is expected to take over a rung; infinite while it is broken."""
+        state = self._rungs[rung]
+        return math.inf if state.broken else state.estimate_s(nbytes, now)
+
     def deadline_s(self, rung: str, nbytes: int, now: float) -> float:
         """Return how long a transfer may take before its rung counts as broken."""
         estimate = self._rungs[rung].estimate_s(nbytes, now)

@@ -22,7 +22,6 @@ from typing import Final
 from kv.bucket import Bucket, Gate, StoredFile
 from kv.chunk import Run, require_sizes
 from kv.errors import PeerLost, TransferError
-from kv.sweep import Sweeper
 
 logger = logging.getLogger(__name__)
 
@@ -157,20 +156,6 @@ class S3Transport:
         with self._lock:
             left = set(self._deletions)
         wait(left, CLOSE_TIMEOUT_S)
-
-
-class SweptS3Transport(S3Transport):
-    """One that owns its bucket, and deletes what has expired there while it is open."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        super().__init__(bucket)
-        self._sweeper = Sweeper(bucket)
-
-    def close(self) -> None:
-        """See ``Transport.close``."""
-        super().close()
-        self._sweeper.close()
-        self._bucket.close()
 
 
 def scatter(source: Run, targets: Iterable[Run]) -> None:

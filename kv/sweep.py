@@ -1,6 +1,7 @@
 """The sweeper: deletes what has expired, and the oldest pages when there are too many bytes.
 
-One for each prefix is enough. Several do no harm: each decides by what it sees, and an object
+Every worker that has the bucket looks regularly whether somebody has swept lately, and sweeps if nobody
+has: nobody need be appointed. Several at once do no harm: each decides by what it sees, and an object
 that is gone already needs no deleting. A page that is swept while somebody loads it is a miss.
 Ages are by the server's own clock, read from a mark that each sweep writes.
 """
@@ -28,6 +29,7 @@ NOTHING: Final[list[Run]] = []
 BATCH: Final = 256
 INTERVAL_S: Final = 300.0
 SWEEP_TIMEOUT_S: Final = 600.0
+LOOK_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,15 @@ def _delete(bucket: Bucket, name: str, gate: Gate) -> None:
 
 
 class Sweeper:
-    """Sweeps again and again, in a thread, until it is closed. The bucket stays the caller's to close."""
+    """Sweeps again and again, in a thread, until it is closed. The bucket stays the caller's to close.
+
+    Of several, one sweeps in each interval: the others find its mark renewed.
+    """
 
     def __init__(self, bucket: Bucket, interval_s: float = INTERVAL_S) -> None:
         self._bucket, self._interval_s = bucket, interval_s
         self._end = threading.Event()
+        self._seen: float | None = None
         self._thread = threading.Thread(target=self._run, name="kv-s3-sweep", daemon=True)
         self._thread.start()
 
@@ -100,11 +106,25 @@ class Sweeper:
         # Sweepers that were started together part company.
         while not self._end.wait(self._interval_s * random.uniform(0.75, 1.25)):
             try:
-                swept = sweep(self._bucket)
+                self.turn()
             except TransferError as error:
                 logger.warning("not swept: %s", error)
-            else:
-                logger.info("swept %s: %s", self._bucket, swept)
+
+    def turn(self) -> None:
+        """Sweep, unless somebody else has since our last turn. Raises ``TransferError``."""
+        if (mark := self._mark()) is None or mark == self._seen:
+            logger.info("swept %s: %s", self._bucket, sweep(self._bucket))
+            mark = self._mark()
+        self._seen = mark
+
+    def _mark(self) -> float | None:
+        """Return when somebody swept last, by the server's clock; None: nobody has."""
+
+        def find(_: Gate) -> Stored | None:
+            return self._bucket.find(MARK)
+
+        (mark,) = self._bucket.look([find], LOOK_TIMEOUT_S, "look for the last sweep")
+        return None if mark is None else mark.modified
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End it; a sweep under way is given some seconds."""

@@ -29,9 +29,9 @@ from typing import Final
 
 import numpy as np
 
-from kv.bucket import Bucket, Gate
+from kv.bucket import Bucket, Gate, Stored
 from kv.chunk import KVLayout, Run, checksum, require_sizes
-from kv.errors import ChunkCorrupt
+from kv.errors import ChunkCorrupt, Gone
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class KVTier:
     """Pages of one layout in a bucket. Thread-safe; the bucket stays the caller's to close."""
 
     def __init__(self, bucket: Bucket, layout: KVLayout) -> None:
-        self._bucket = bucket
+        self._bucket, self.settings = bucket, bucket.settings
         self.layout = layout
         self._digest = layout_digest(layout)
         self._known: OrderedDict[bytes, float] = OrderedDict()
@@ -107,11 +107,11 @@ class KVTier:
         Stored now: a sweeper may delete a page before it is loaded.
         """
         deadline = time.monotonic() + timeout_s
-        width = self._bucket.settings.connections
+        width = self.settings.connections
         for start in range(0, len(keys), width):
             some = keys[start : start + width]
             tasks = [partial(self._find, key) for key in some]
-            found = self._bucket.read(tasks, deadline - time.monotonic(), f"search for {len(keys)} pages")
+            found = self._bucket.look(tasks, deadline - time.monotonic(), f"search for {len(keys)} pages")
             if not all(found):
                 return start + found.index(False)
         return len(keys)
@@ -138,11 +138,12 @@ class KVTier:
         ]
         return sum(self._bucket.write(tasks, timeout_s, f"upload of {len(tasks)} pages"))
 
-    def load(self, keys: Sequence[bytes], into: Sequence[Sequence[Run]], timeout_s: float) -> None:
-        """Fill ``into``, for each key its runs as in ``put``, with what is stored under the keys.
+    def load(self, keys: Sequence[bytes], into: Sequence[Sequence[Run | None]], timeout_s: float) -> None:
+        """Fill ``into``, for each key its runs as in ``put``, with what is stored; None skips a run.
 
         Raises:
-            PeerLost: a page is not there, or the store cannot be reached.
+            Gone: a page is not there.
+            PeerLost: the store cannot be reached.
             ChunkCorrupt: what is stored is not what the key promises. It is deleted, to be stored again.
             TransferTimeout: not all came within ``timeout_s``.
             After an error the content of ``into`` is undefined, and nothing writes to it any more.
@@ -163,22 +164,28 @@ class KVTier:
         return [self.layout.block_bytes] * self.runs
 
     def _find(self, key: bytes, _: Gate) -> bool:
-        return self._bucket.find(self.name(key)) is not None
+        stored = self._bucket.find(self.name(key))
+        if self._fresh(stored):
+            self._saw(key)
+        return stored is not None
+
+    def _fresh(self, stored: Stored | None) -> bool:
+        """Return whether a page is stored, and in the first half of its life."""
+        return stored is not None and time.time() - stored.modified < self.settings.expiry_s / 2
 
     def _put(self, key: bytes, runs: Sequence[Run], gate: Gate) -> bool:
-        stored = self._bucket.find(self.name(key))
-        fresh = stored is not None and time.time() - stored.modified < self._bucket.settings.expiry_s / 2
+        fresh = self._fresh(self._bucket.find(self.name(key)))
         if not fresh:
             self._bucket.put(self.name(key), [self._header(key, runs), *runs], gate)
         if not gate.closed:
             self._saw(key)
         return not fresh
 
-    def _load(self, key: bytes, into: Sequence[Run], gate: Gate) -> None:
+    def _load(self, key: bytes, into: Sequence[Run | None], gate: Gate) -> None:
         if gate.closed:
             return
-        file = self._bucket.open(self.name(key))
         try:
+            file = self._bucket.open(self.name(key))
             file.require_size(self._head + self.page_nbytes)
             arrived = file.into(0, self._bucket.memory(file.nbytes))
             checksums = self._verified_header(key, arrived[: self._head])
@@ -188,6 +195,9 @@ class KVTier:
             logger.error("a stored page is deleted: %s", error)
             self._forget(key)
             self._bucket.later(partial(self._bucket.delete, self.name(key)))
+            raise
+        except Gone:
+            self._forget(key)  # to be stored again
             raise
 
     def _header(self, key: bytes, runs: Sequence[Run]) -> Run:
@@ -213,14 +223,15 @@ class KVTier:
                 raise ChunkCorrupt(name, field, expected, seen)
         return struct.unpack_from(f"<{self.runs}Q", head.tobytes(), FIXED.size)
 
-    def _copy(self, key: bytes, checksums: Sequence[int], arrived: Run, into: Sequence[Run]) -> None:
+    def _copy(self, key: bytes, checksums: Sequence[int], arrived: Run, into: Sequence[Run | None]) -> None:
         """Copy run by run what has the right checksum; each is still in the processor's cache then."""
         sources = arrived.reshape(self.runs, self.layout.block_bytes)
         for i, (source, promised, target) in enumerate(zip(sources, checksums, into, strict=True)):
             if (found := checksum(source)) != promised:
                 name = f"page {key.hex()}"
                 raise ChunkCorrupt(name, f"checksum of run {i}", f"{promised:016x}", f"{found:016x}")
-            target[:] = source
+            if target is not None:
+                target[:] = source
 
     # -- what was seen in the store ---------------------------------------------------------------------
 

@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 
 import actors.prefill
+import kv.tier
 from actors.decode import Receiver, Target
 from actors.marks import Marks
 from actors.messages import Chunk, Delivery
 from actors.peers import OnTaken
 from actors.prefill import Sender
+from actors.recall import Recall
 from actors.rungs import Rungs
+from actors.steps import Meter
+from experiments.s3_server import S3Server
+from kv.bucket import Bucket
 from kv.chunk import KVLayout
 from kv.memory import MemoryTransport
 from kv.nixl import NixlTransport
@@ -166,3 +171,31 @@ def test_another_model_is_refused() -> None:
     source, target = Engine(32, across=True, seed=1), Engine(8, across=False, seed=2)
     ((_, reason),) = hand_over(MemoryTransport(), source, target, 0, spoil)
     assert "model is 'm' here and 'n' there" in reason
+
+
+def test_pages_in_a_bucket_are_converted(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine of other blocks has kept is loaded: but for what the engine has, and what is its own."""
+    monkeypatch.setattr(kv.tier, "PAGE_TOKENS", 48)
+    theirs, ours, prompt = Engine(16, True, 1), Engine(24, False, 2), list(range(PROMPT))
+    before = ours.tokens(*range(24), *range(144, PROMPT))
+    with closing(Bucket(replace(s3.settings, prefix="t/converted"))) as bucket:
+        tier = kv.tier.KVTier(bucket, theirs.layout)
+        pages = [theirs.cache.runs(theirs.blocks[3 * page : 3 * page + 3]) for page in range(3)]
+        tier.put(tier.keys(prompt), pages, WITHIN_S)
+        with closing(Recall(bucket, ours.layout, ours.cache, Meter(), lambda: None)) as recall:
+            recall.learn(theirs.layout)
+            recall.learn(replace(theirs.layout, dtype="float16"))  # cannot be converted: not looked for
+            assert [tier.layout for tier in recall.tiers] == [ours.layout, theirs.layout]
+            assert recall.ask("r", prompt, b"", 24)
+            deadline = time.monotonic() + WITHIN_S
+            while (found := recall.answer("r")) is None:
+                assert time.monotonic() < deadline, "no answer"
+                time.sleep(0.001)
+            assert (found.start, found.end) == (24, 144)
+            recall.load("r", ours.blocks, (24, 144))
+            while not (finished := recall.take_finished())[0]:
+                assert time.monotonic() < deadline, "not loaded"
+                time.sleep(0.001)
+            assert finished == ({"r"}, set())
+    assert ours.tokens(*range(24, 144)) == theirs.tokens(*range(24, 144))
+    assert ours.tokens(*range(24), *range(144, PROMPT)) == before

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -335,6 +336,26 @@ def test_the_sweeper_sweeps_until_it_is_closed(bucket: Bucket) -> None:
         with closing(Sweeper(limited, interval_s=0.05)) as sweeper:
             until(lambda: [s.name for s in bucket.list()] == [MARK], "it is swept")
         assert not sweeper._thread.is_alive()
+
+
+def test_of_several_sweepers_one_sweeps(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept: list[int] = []
+
+    def noting(of: Bucket, *args: Any) -> Any:
+        time.sleep(1.1)  # the server's clock tells whole seconds
+        swept.append(of.settings.connections)
+        return sweep(of, *args)
+
+    monkeypatch.setattr("kv.sweep.sweep", noting)
+    with closing(Bucket(replace(bucket.settings, connections=3))) as other:
+        first = Sweeper(bucket, interval_s=3600)
+        second = Sweeper(other, interval_s=3600)
+        for sweeper in (first, second, second, first, first, second):
+            sweeper.turn()
+        for sweeper in (first, second):
+            sweeper.close()
+    # The second finds a mark that it had not seen, then the same again: nobody has swept since, so it does.
+    assert swept == [bucket.settings.connections, 3, bucket.settings.connections]
 
 
 def test_a_sweep_of_a_server_that_is_down_says_so(own: S3Server, bucket: Bucket) -> None:

@@ -19,6 +19,7 @@ from deployments import place
 from deployments.app import Serving
 from deployments.app import serving as serve
 from experiments import models
+from experiments.s3_server import S3Server
 
 pytest.register_assert_rewrite("comparing")
 
@@ -64,8 +65,11 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def cluster(file: ClusterFile) -> Iterator[LocalCluster]:
-    """The Ray nodes, with nothing on them yet; this process is a driver."""
+def cluster(file: ClusterFile, s3: S3Server) -> Iterator[LocalCluster]:
+    """The Ray nodes, with nothing on them yet; this process is a driver.
+
+    The store's credentials are in their environment, where workers look for them.
+    """
     with held(file, print) as started:
         connect(started)
         yield started

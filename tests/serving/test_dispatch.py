@@ -10,7 +10,17 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from actors.frames import decode_request, encode_outputs
-from actors.messages import Handed, Handover, ModelFiles, OutputBatch, ReceiveFrom, Role, SendTo, WorkerInfo
+from actors.messages import (
+    Handed,
+    Handover,
+    ModelFiles,
+    OutputBatch,
+    Recalled,
+    ReceiveFrom,
+    Role,
+    SendTo,
+    WorkerInfo,
+)
 from deployments.budget import Budget
 from deployments.dispatch import Dispatcher
 from deployments.errors import NoWorker, Overloaded, RequestLost, Unmeetable
@@ -299,6 +309,22 @@ async def test_decode_computes_for_itself_while_the_budget_lasts(pair: Pair) -> 
     await pair.submit()
     await pair.failure(pair.d, "checksum")
     assert (pair.failures, pair.d.log[-1]) == ([], ("submit", "r.1"))
+
+
+@scenario
+async def test_what_came_out_of_the_tier_is_recorded_and_not_paid_for(pair: Pair) -> None:
+    pair.dispatcher.budget = Budget(tokens_per_s=1, burst_s=4, clock=lambda: 0.0)
+    await pair.submit()
+    await pair.failure(pair.d, "checksum")
+    assert pair.dispatcher.budget.spend(1) > 0
+    frame = encode_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput("r.1", [8])]))
+    batch = OutputBatch(frame, recalled={"r.1": Recalled(3, 777, "faster")})
+    pair.dispatcher.on_batch(pair.d, batch)  # type: ignore[arg-type]
+    facts = pair.record.facts
+    assert (facts["tier_worker"], facts["tier_tokens"], facts["tier_bytes"]) == ("d", 3, 777)
+    assert (pair.record.path() or "").endswith("; 3 tokens from the tier on d, faster")
+    assert pair.dispatcher.budget.spend(3) == 0
+    assert pair.dispatcher.budget.spend(1) > 0
 
 
 @scenario

@@ -3,10 +3,11 @@
 import pytest
 
 from actors.messages import WorkerStats
+from actors.tier import COUNTERS
 from deployments.budget import Budget
 from deployments.gateway import extra_headers
 from deployments.ledger import PATH_CHARACTERS, Record
-from deployments.metrics import families
+from deployments.metrics import TIER, families
 
 
 class Clock:
@@ -28,6 +29,17 @@ def test_a_budget_is_spent_overdrawn_and_paid_back() -> None:
     assert budget.spend(1) == pytest.approx(0.1)
     clock.now += 0.11
     assert budget.spend(1) == 0
+
+
+def test_what_was_not_needed_goes_back_into_the_budget() -> None:
+    budget = Budget(tokens_per_s=100, burst_s=5, clock=Clock())
+    assert budget.spend(1000) == 0
+    assert budget.spend(1) > 0
+    budget.refund(900)
+    assert budget.spend(400) == 0
+    budget.refund(10_000)
+    assert budget.spend(500) == 0
+    assert budget.spend(1) > 0
 
 
 def test_a_budget_does_not_grow_beyond_its_burst() -> None:
@@ -53,6 +65,8 @@ def test_workers_counters_become_metrics() -> None:
         taken_chunks={"tcp first": 9, "plasma corrupt": 1},
         taken_bytes={"tcp": 900, "plasma": 100},
         rates={"decode-worker-0 tcp": 1e9, "decode-worker-0 plasma": 0.0},
+        computed_tokens=9000,
+        tier={name: count for count, name in enumerate(COUNTERS, 100)},
     )
     found = {
         (sample.name, *(sample.labels[key] for key in sorted(sample.labels))): sample.value
@@ -70,7 +84,16 @@ def test_workers_counters_become_metrics() -> None:
         ("handoff_kv_live_objects", "w"): 4,
         ("handoff_kv_live_bytes", "w"): 500,
         ("handoff_kv_orphan_bytes", "w"): 60,
+        ("handoff_computed_tokens_total", "w"): 9000,
+        **{
+            (f"handoff_tier_{name}{'' if name == 'waiting_bytes' else '_total'}", "w"): count
+            for count, name in enumerate(COUNTERS, 100)
+        },
     }
+
+
+def test_every_counter_of_the_tier_is_explained() -> None:
+    assert set(TIER) == set(COUNTERS)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +109,13 @@ def test_workers_counters_become_metrics() -> None:
             "p>d; tcp; a b",
         ),
         ({"prefill_worker": "d", "decode_worker": "d", "reason": "why"}, "d; undivided; why"),
+        (
+            {
+                **{"prefill_worker": "d", "decode_worker": "d", "reason": "why"},
+                **{"tier_tokens": 512, "tier_worker": "d", "tier_reason": "faster"},
+            },
+            "d; undivided; why; 512 tokens from the tier on d, faster",
+        ),
         (
             {"prefill_worker": "d", "decode_worker": "d", "reason": "x" * 1000},
             "d; undivided; " + "x" * (PATH_CHARACTERS - 14),
