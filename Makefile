@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 PACKAGES := handoff experiments deployments actors cluster kv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench-serve bench-kv bench-goodput lock clean
+.PHONY: help setup demo test rayup-test check format bench-serve bench-kv bench-goodput lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ demo: setup ## Two Ray nodes, real prompts, a KV cache that crosses between them
 
 test: setup ## Run all tests (real vLLM engines on real Ray nodes; some minutes)
 	$(BIN)/python -m pytest $(ARGS)
+
+rayup-test: setup ## `ray up` for real, between two machines made of namespaces (root, openssh-server, rsync)
+	$(BIN)/python -m pytest tests/cluster/test_ray_up.py tests/serving/test_hosts.py $(ARGS)
 
 check: setup ## Formatting, lint, types, import arrows
 	$(BIN)/ruff format --check .

@@ -41,14 +41,19 @@ def observe(address: str, token_path: Path) -> GlobalState:
 
 
 def connect(cluster: LocalCluster, **init: Any) -> None:
-    """Make this process a driver of `cluster`, in the namespace `handoff`.
+    """Make this process a driver of `cluster`. See `join`."""
+    join(cluster.address, cluster.token_path, **init)
+
+
+def join(address: str, token_path: Path, **init: Any) -> None:
+    """Make this process a driver of the cluster at `address` (HOST:PORT), in the namespace `handoff`.
 
     It attaches to the head node. `init` goes to `ray.init` on top of that. Calling it again is an error of
     Ray's; `ray.shutdown()` first.
     """
-    authenticate(cluster.token_path)
+    authenticate(token_path)
     settings = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False, **init}
     handler = signal.getsignal(signal.SIGTERM)
-    ray.init(address=cluster.address, **settings)
+    ray.init(address=address, **settings)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)  # Ray has replaced it by its own

@@ -6,6 +6,7 @@ code below may take a `ClusterFile` for consistent.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -157,6 +158,35 @@ class Tls(_Model):
     authority: Annotated[str, Field(min_length=1)]
 
 
+class Hosts(_Model):
+    """Machines that `ray up` reaches by ssh, one for each node of the file. Not needed on one machine.
+
+    head: the address of the machine for Ray's services and the gateway, or a node that has them too.
+    nodes: the address of each node. port: of Ray's control store. ssh_user, ssh_key: how to get in.
+    env: variables of every Ray process. `ray` and `handoff` are on the path of a login shell there.
+    """
+
+    head: str
+    nodes: Mapping[str, IPv4Address]
+    port: Annotated[int, Field(ge=1, le=65535)] = 6379
+    ssh_user: Annotated[str, Field(min_length=1)]
+    ssh_key: Annotated[str, Field(min_length=1)] = "~/.ssh/id_ed25519"
+    env: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+
+    @property
+    def head_address(self) -> str:
+        """Address of the machine with Ray's services."""
+        return str(self.nodes.get(self.head, self.head))
+
+    @field_validator("env")
+    @classmethod
+    def _no_secrets(cls, value: Mapping[str, str]) -> Mapping[str, str]:
+        for name in value:
+            if any(part in name.upper() for part in ("TOKEN", "SECRET", "PASSWORD")):
+                raise ValueError(f"{name!r} looks like a secret, which does not belong in this file")
+        return value
+
+
 class Recompute(_Model):
     """How many prompt tokens decode workers may prefill for themselves, after handovers that failed.
 
@@ -215,6 +245,7 @@ class ClusterFile(_Model):
     s3: the bucket that they go through when no direct way works; none unless set.
     tls: certificates to encrypt KV with: it goes directly (tcp) then, or through the bucket, not through Ray.
     router: how requests are routed. slo: objectives, beyond which requests are refused; none unless set.
+    hosts: the machines of the nodes, for `ray up`.
     """
 
     name: Name = "handoff"
@@ -224,6 +255,7 @@ class ClusterFile(_Model):
     transport: Literal["auto", "tcp", "plasma", "nixl"] = "auto"
     s3: S3 | None = None
     tls: Tls | None = None
+    hosts: Hosts | None = None
     recompute: Recompute = Recompute()
     router: Router = Router()
     slo: Slo = Slo()
@@ -267,6 +299,34 @@ class ClusterFile(_Model):
                 raise ValueError(
                     f"workers.{role}.node is {workers.node!r}, which is no node of this file; "
                     f"valid: {', '.join(names)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _hosts_are_those_of_the_nodes(self) -> Self:
+        if self.hosts is None:
+            return self
+        names = [node.name for node in self.each_node()]
+        for name in self.hosts.nodes:
+            if name not in names:
+                raise ValueError(
+                    f"hosts.nodes.{name}: there is no such node in this file; valid: {', '.join(names)}"
+                )
+        if missing := [name for name in names if name not in self.hosts.nodes]:
+            raise ValueError(f"hosts.nodes: the address of {', '.join(missing)} is missing")
+        addresses = [str(address) for address in self.hosts.nodes.values()]
+        if self.hosts.head not in names:
+            try:
+                addresses.append(str(IPv4Address(self.hosts.head)))
+            except ValueError:
+                raise ValueError(
+                    f"hosts.head is {self.hosts.head!r}; give an IPv4 address, or one of the nodes: "
+                    f"{', '.join(names)}"
+                ) from None
+        for address in addresses:
+            if addresses.count(address) > 1:
+                raise ValueError(
+                    f"hosts: {address} is there twice; a machine takes one node, which may have more slots"
                 )
         return self
 

@@ -27,6 +27,20 @@ HEAD_MEMORY: Final = 2 * 2**30
 MARKER: Final = "HANDOFF_CLUSTER"
 """Environment variable that every process of a local cluster carries: `NAME:ID`."""
 
+RAY_ENVIRONMENT: Final[Mapping[str, str]] = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Otherwise an object written to a fresh piece of the store pays for its page faults: a tenth of the
+    # speed.
+    "RAY_preallocate_plasma_memory": "1",
+    # Ray would give its workers, the engines and the gateway, the lowest priority but four.
+    "RAY_worker_niceness": "0",
+    # Idle Python workers cost CPU at start and nothing here would use them.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""Of every Ray process, wherever it runs."""
+
 NODE_NAME: Final = "HANDOFF_NODE_NAME"
 
 
@@ -89,7 +103,7 @@ def launches(file: ClusterFile, temp_dir: Path, ports: Ports, cores: Sequence[in
     nodes = [_head(file, _common(HEAD, 0, temp_dir, ports), ports)]
     for index, node in enumerate(file.each_node(), start=1):
         env = {NODE_NAME: node.name, "VLLM_CPU_OMP_THREADS_BIND": binds[node.name]}
-        argv = (*_offer(file, node, gcs), *_common(node.name, index, temp_dir, ports))
+        argv = (f"--address={gcs}", *offer(file, node), *_common(node.name, index, temp_dir, ports))
         role, agents = node.spec.role, ports.of_node(index)
         nodes.append(NodeLaunch(node.name, node.group, role, _address(index), argv, env, agents))
     return nodes
@@ -125,17 +139,8 @@ def cluster_environment(marker: str, token_path: Path, project: Path) -> dict[st
         MARKER: marker,
         # Ray's process titles would overwrite the environment that other processes see, and the marker in it.
         "SPT_NOENV": "1",
-        "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # Otherwise an object written to a fresh piece of the store pays for its page faults: a tenth of the
-        # speed.
-        "RAY_preallocate_plasma_memory": "1",
-        # Ray would give its workers, the engines and the gateway, the lowest priority but four.
-        "RAY_worker_niceness": "0",
-        # Idle Python workers cost CPU at start and nothing here would use them.
-        "RAY_enable_worker_prestart": "0",
-        "RAY_prestart_worker_first_driver": "0",
+        **RAY_ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(project), os.environ.get("PYTHONPATH")])),
     }
 
@@ -145,7 +150,6 @@ UNWANTED: Final = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "RAY_NAMESPACE
 
 
 def _head(file: ClusterFile, common: Iterable[str], ports: Ports) -> NodeLaunch:
-    replicas = file.gateway.replicas
     argv = (
         "--head",
         f"--port={ports.gcs}",
@@ -154,29 +158,37 @@ def _head(file: ClusterFile, common: Iterable[str], ports: Ports) -> NodeLaunch:
         # Turns off the web pages, the job and the state API, not the metrics or Serve; saves CPU.
         "--include-dashboard=false",
         "--no-monitor",  # the autoscaler has nothing to scale here
+        *head_offer(file),
+        *common,
+    )
+    return NodeLaunch(HEAD, HEAD, GATEWAY, _address(0), argv, {NODE_NAME: HEAD}, ports.of_node(0))
+
+
+def offer(file: ClusterFile, node: Node, gateways: int = 0) -> tuple[str, ...]:
+    """What a node of the file brings, as arguments of `ray start`. `gateways`: room for replicas."""
+    spec = node.spec
+    labels = {LABEL_NODE: node.name, LABEL_GROUP: node.group, LABEL_ROLE: spec.role, **spec.labels}
+    resources = file.resources_of(node) | ({GATEWAY: gateways} if gateways else {})
+    return (
+        f"--num-cpus={spec.cpus + gateways}",
+        f"--num-gpus={spec.gpus}",
+        f"--memory={spec.memory}",
+        f"--object-store-memory={spec.object_store}",
+        f"--resources={json.dumps(resources)}",
+        f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
+    )
+
+
+def head_offer(file: ClusterFile) -> tuple[str, ...]:
+    """What a head brings that is no node of the file: room for the gateway's replicas."""
+    replicas = file.gateway.replicas
+    return (
         f"--num-cpus={replicas}",
         "--num-gpus=0",
         f"--memory={HEAD_MEMORY}",
         f"--object-store-memory={HEAD_OBJECT_STORE}",
         f"--resources={json.dumps({GATEWAY: replicas})}",
         f"--labels={LABEL_NODE}={HEAD},{LABEL_ROLE}={GATEWAY}",
-        *common,
-    )
-    return NodeLaunch(HEAD, HEAD, GATEWAY, _address(0), argv, {NODE_NAME: HEAD}, ports.of_node(0))
-
-
-def _offer(file: ClusterFile, node: Node, gcs: str) -> tuple[str, ...]:
-    """What a node of the file joins, and what it brings."""
-    spec = node.spec
-    labels = {LABEL_NODE: node.name, LABEL_GROUP: node.group, LABEL_ROLE: spec.role, **spec.labels}
-    return (
-        f"--address={gcs}",
-        f"--num-cpus={spec.cpus}",
-        f"--num-gpus={spec.gpus}",
-        f"--memory={spec.memory}",
-        f"--object-store-memory={spec.object_store}",
-        f"--resources={json.dumps(file.resources_of(node))}",
-        f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
     )
 
 

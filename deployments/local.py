@@ -1,4 +1,4 @@
-"""Serving on a cluster of this machine: the one that is up, or one brought up for the occasion."""
+"""Serving: on the machines of the cluster file, or on a cluster of this one, brought up for it if need be."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ from collections.abc import Iterator
 
 import ray
 
-from cluster.connect import connect
+from cluster.connect import connect, join
 from cluster.file import ClusterFile
 from cluster.local import held, running
+from cluster.nodes import wait_for_nodes
+from cluster.ray_up import HOSTS_TOKEN
 from deployments.app import Serving, serving
 from deployments.place import Progress
 
 
 @contextlib.contextmanager
 def served(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
-    """Serve a cluster file until the block ends; takes down what it brought up, also on an error."""
+    """Serve a cluster file until the block ends; takes down what it brought up, also on an error.
+
+    A file with `hosts` is served on the cluster that `ray up` has made, from a machine of that cluster.
+    """
     with contextlib.ExitStack() as stack:
-        cluster = running(file.name) or stack.enter_context(held(file, progress))
-        connect(cluster)
-        stack.callback(ray.shutdown)
+        if file.hosts is not None:
+            join(f"{file.hosts.head_address}:{file.hosts.port}", HOSTS_TOKEN)
+            stack.callback(ray.shutdown)
+            wait_for_nodes(file, progress)
+        else:
+            connect(running(file.name) or stack.enter_context(held(file, progress)))
+            stack.callback(ray.shutdown)
         yield stack.enter_context(serving(file, progress))

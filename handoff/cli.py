@@ -21,7 +21,7 @@ from typing import Annotated, Final
 
 import typer
 
-from handoff import bench, console, demo, model, nodes, serve
+from handoff import bench, console, demo, model, nodes, render, serve
 
 app = typer.Typer(
     name="handoff",
@@ -32,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS: Final = (demo, nodes, serve)
+_COMMANDS: Final = (demo, nodes, render, serve)
 _GROUPS: Final = {"model": model, "bench": bench}
 
 
