@@ -90,6 +90,13 @@ class EngineLoop:
         # One block is never given away; vLLM points at it where a block is not needed.
         return len(self._core.scheduler.requests), pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
+    def scheduled(self) -> tuple[int, int]:
+        """Return how many requests the engine steps and how many wait, for a step or for KV. Any thread."""
+        if self._core is None:
+            return 0, 0
+        scheduler = self._core.scheduler
+        return len(scheduler.running), len(scheduler.waiting)
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """Stop stepping and shut the engine down."""
         self._stopping = True

@@ -352,6 +352,8 @@ class WorkerStats:
         rates: estimated bytes per second by ``peer rung``; 0 while a rung is broken.
         computed_tokens: tokens whose KV this engine has computed itself, since the start.
         tier: counters of the bucket's tier by name (``actors/tier.py``), since the start; empty without one.
+        stepped: requests that the engine steps.
+        waiting: those that wait there, for a step or for KV.
 
     """
 
@@ -370,3 +372,5 @@ class WorkerStats:
     rates: Mapping[str, float] = field(default_factory=dict)
     computed_tokens: int = 0
     tier: Mapping[str, int] = field(default_factory=dict)
+    stepped: int = 0
+    waiting: int = 0

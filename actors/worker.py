@@ -162,6 +162,7 @@ class Worker:
         chunks, nbytes = link.rungs.live()
         tally = link.rungs.tally
         engine_requests, blocks = self._engine.held()
+        stepped, waiting = self._engine.scheduled()
         return WorkerStats(
             requests=len(self._clients),
             engine_requests=engine_requests,
@@ -178,6 +179,8 @@ class Worker:
             rates={" ".join(key): rate for key, rate in link.rungs.rates().items()},
             computed_tokens=link.computed_tokens,
             tier={} if link.tier is None else link.tier.counters(),
+            stepped=stepped,
+            waiting=waiting,
         )
 
     async def reset_prefix_cache(self) -> bool:

@@ -41,12 +41,37 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
+class Limits(_Model):
+    """What a request to the gateway may take; beyond it clients get a 4xx that says so.
+
+    head: bytes of its URL and headers. body: of its body.
+    arrive_s: seconds for all of that to arrive. answer_s: seconds until its last token.
+    sequences: that it may have generated at once: its prompts times its `n`.
+    """
+
+    head: Annotated[Size, Field(ge=1024)] = 64 * 2**10
+    body: Annotated[Size, Field(ge=1024)] = 32 * 2**20
+    arrive_s: Annotated[float, Field(gt=0)] = 60
+    answer_s: Annotated[float, Field(gt=0)] = 600
+    sequences: Annotated[int, Field(ge=1)] = 128
+
+
 class Gateway(_Model):
-    """Where the OpenAI API listens, and in how many replicas."""
+    """Where the OpenAI API listens, and in how many replicas.
+
+    api_keys_file: path, on the gateway's node, of a file with one key per line that only its owner can read;
+    clients need one of them then.
+    options: options of vLLM's server (chat_template, tool_call_parser, ...), passed on unchanged.
+    otlp_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP) that is sent a trace of each request.
+    """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     replicas: Annotated[int, Field(ge=1)] = 1
+    api_keys_file: Annotated[str, Field(min_length=1)] | None = None
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] | None = None
+    limits: Limits = Limits()
+    options: Mapping[str, Any] = {}
 
 
 class NodeGroup(_Model):

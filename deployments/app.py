@@ -13,8 +13,10 @@ from ray import serve
 from actors.peers import NAMESPACE
 from cluster.file import ClusterFile, Objectives
 from cluster.names import GATEWAY
+from deployments import keys
 from deployments.errors import StartError
 from deployments.gateway import GRACEFUL_S, Gateway, GatewaySpec, listen
+from deployments.options import server_arguments
 from deployments.place import PlacedWorker, Progress, start_workers, stop_workers
 from deployments.planner import Routing
 from deployments.router import Slo
@@ -41,7 +43,7 @@ def serving(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
         actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if _is_worker(actor)
     ]:
         raise StartError(f"this cluster is serving already ({', '.join(running)}); stop that first")
-    listen(file.gateway.host, file.gateway.port, shared=False).close()  # before the long work
+    _check_gateway(file)  # before the long work
     workers = start_workers(file, progress)
     try:
         yield _serve_gateway(file, workers, progress)
@@ -50,6 +52,17 @@ def serving(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
         with contextlib.suppress(Exception):
             serve.shutdown()
         stop_workers([worker.handle for worker in workers])
+
+
+def _check_gateway(file: ClusterFile) -> None:
+    """Raise ``StartError`` for what would keep the gateway from starting on this node."""
+    listen(file.gateway.host, file.gateway.port, shared=False).close()
+    keys.read(file.gateway.api_keys_file)
+    server_arguments(file.model, _served_name(file), file.gateway.options)
+
+
+def _served_name(file: ClusterFile) -> str:
+    return file.served_model_name or Path(file.model).name
 
 
 def _is_worker(actor: dict[str, str]) -> bool:
@@ -68,7 +81,7 @@ def _routing(file: ClusterFile) -> Routing:
 
 
 def _serve_gateway(file: ClusterFile, workers: list[PlacedWorker], progress: Progress) -> Serving:
-    name = file.served_model_name or Path(file.model).name
+    name = _served_name(file)
     spec = GatewaySpec(
         model=file.model,
         served_name=name,
@@ -76,6 +89,10 @@ def _serve_gateway(file: ClusterFile, workers: list[PlacedWorker], progress: Pro
         workers=tuple(worker.info.name for worker in workers),
         recompute=(file.recompute.tokens_per_s, file.recompute.burst_s),
         routing=_routing(file),
+        options=dict(file.gateway.options),
+        limits=file.gateway.limits,
+        api_keys_file=file.gateway.api_keys_file,
+        otlp_endpoint=file.gateway.otlp_endpoint,
     )
     progress("starting the gateway")
     serve.start(proxy_location="Disabled")  # replicas listen themselves; see deployments/gateway.py

@@ -7,6 +7,7 @@ dispatcher instead of one engine core.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -14,7 +15,7 @@ from copy import copy
 from typing import Any
 
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.renderers import renderer_from_config
@@ -25,11 +26,12 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.loggers import StatLoggerManager
-from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from cluster.fake import FAKE
+from cluster.file import Limits
 from deployments.dispatch import Dispatcher
-from deployments.errors import Overloaded, Unmeetable
+from deployments.errors import AnswerTooLate, Overloaded, Unmeetable
 from deployments.ledger import Ledger, Record, current
 from deployments.router import Slo
 
@@ -44,10 +46,12 @@ class ClusterEngineClient(EngineClient):
     Args:
         vllm_config: the configuration of the engines, built by the gateway from the same
             model and options.
+        limits: how many sequences a request may have at once, and for how long.
 
     """
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, limits: Limits) -> None:
+        self._limits = limits
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
@@ -78,6 +82,8 @@ class ClusterEngineClient(EngineClient):
         """See the base class. Leaving the generator early aborts the request on all workers."""
         if isinstance(prompt, AsyncGenerator):
             raise VLLMValidationError("streaming input is not supported by a disaggregated engine")
+        self._check(sampling_params, priority, data_parallel_rank)
+        record = current.get() or Record(request_id)
         request = await self._prepare(
             prompt,
             sampling_params,
@@ -93,21 +99,48 @@ class ClusterEngineClient(EngineClient):
         request.reasoning_parser_kwargs = reasoning_parser_kwargs
         text = extract_prompt_components(self.model_config, prompt)[0]
         queue = RequestOutputCollector(request.params.output_kind, request.request_id)
-        finished = False
+        finished, late = False, None
+        record.sequences += sampling_params.n
         try:
-            record = self._start(request, text, queue)
+            check_sequences(record.sequences, self._limits.sequences)
+            self._start(request, text, queue, record)
+            late = asyncio.get_running_loop().call_later(
+                self._limits.answer_s, queue.put, AnswerTooLate(self._limits.answer_s)
+            )
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 record.passed += sum(len(part.token_ids) for part in output.outputs)
                 yield output
-        except (Overloaded, Unmeetable) as error:
-            if (told := current.get()) is not None:
-                told.facts["retry_after_s"] = error.retry_after_s
+        except Exception as error:
+            if not isinstance(error, VLLMClientError) and getattr(error, "http_status", 500) >= 500:
+                record.facts["error"] = type(error).__name__
+            if isinstance(error, (Overloaded, Unmeetable)):
+                record.facts["retry_after_s"] = error.retry_after_s
             raise
         finally:
+            record.sequences -= sampling_params.n
+            if late is not None:
+                late.cancel()
             if not finished:
                 await self.abort(request.request_id, internal=True)
+
+    def _check(self, params: SamplingParams, priority: int, data_parallel_rank: int | None) -> None:
+        """Refuse what would silently do something else than asked."""
+        policy = self.vllm_config.scheduler_config.policy
+        if priority != 0 and policy != "priority":
+            raise VLLMValidationError(
+                "requests have no priority here: the engines serve them in order; set `scheduling_policy: "
+                "priority` under `engine` in the cluster file",
+                parameter="priority",
+                value=priority,
+            )
+        if data_parallel_rank is not None:
+            raise VLLMValidationError(
+                "the gateway chooses the workers itself", parameter="X-data-parallel-rank"
+            )
+        if "kv_transfer_params" in (params.extra_args or {}):
+            raise VLLMValidationError("handovers are arranged by the gateway", parameter="kv_transfer_params")
 
     async def _prepare(
         self, prompt: Any, params: SamplingParams, request_id: str, **options: Any
@@ -121,9 +154,10 @@ class ClusterEngineClient(EngineClient):
         self.input_processor.assign_request_id(request)
         return request
 
-    def _start(self, request: EngineCoreRequest, text: str | None, queue: RequestOutputCollector) -> Record:
-        """Send a request, or its ``n`` children, to the workers; return its record."""
-        record = current.get() or Record(request.request_id)
+    def _start(
+        self, request: EngineCoreRequest, text: str | None, queue: RequestOutputCollector, record: Record
+    ) -> None:
+        """Send a request, or its ``n`` children, to the workers."""
         record.note("tokenized")
         record.facts.setdefault("prompt_tokens", len(request.prompt_token_ids or ()))
         self.ledger.keep(record)
@@ -131,7 +165,7 @@ class ClusterEngineClient(EngineClient):
         if params.n == 1:
             self.output_processor.add_request(request, text, None, 0, queue)
             self.dispatcher.submit(request, record, slo)
-            return record
+            return
         parent = ParentRequest(request)
         for index in range(params.n):
             child_id, child_params = parent.get_child_info(index)
@@ -139,7 +173,6 @@ class ClusterEngineClient(EngineClient):
             child.request_id, child.sampling_params = child_id, child_params
             self.output_processor.add_request(child, text, parent, index, queue)
             self.dispatcher.submit(child, record if index == 0 else Record(child_id), slo, admitted=index > 0)
-        return record
 
     def _slo(self, record: Record) -> Slo:
         """Return the objectives of a request's class."""
@@ -180,6 +213,10 @@ class ClusterEngineClient(EngineClient):
     async def check_health(self) -> None:
         """Raise if no worker could take a request."""
         self.dispatcher.require_worker()
+
+    def report(self, engines: SchedulerStats) -> None:
+        """Take statistics of the workers' engines together, for vLLM's own metrics."""
+        self.statistics.record(scheduler_stats=engines, iteration_stats=None)
 
     async def do_log_stats(self) -> None:
         """See the base class."""
@@ -290,3 +327,14 @@ def seeded_alone(vllm_config: Any) -> int | None:
         return None
     scheduler = vllm_config.scheduler_config
     return max(1, int(scheduler.max_num_batched_tokens) - int(scheduler.max_num_seqs))
+
+
+def check_sequences(count: int, most: int) -> None:
+    """Raise ``VLLMValidationError`` if a request has too many sequences at once."""
+    if count > most:
+        raise VLLMValidationError(
+            f"a request may have at most {most} sequences at once, its prompts times n "
+            f"(gateway.limits.sequences)",
+            parameter="n",
+            value=count,
+        )

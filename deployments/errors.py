@@ -3,6 +3,7 @@
 ServingError
 ├── StartError          the application could not be brought up; says what to change
 ├── NoWorker            no worker is alive that could take the request; clients see 503
+├── AnswerTooLate       an answer was not complete within the gateway's limit; 504
 ├── Unmeetable          no way would meet the request's objectives now; 429, with Retry-After
 ├── Overloaded          recomputing after a failed handover would slow running requests; 503, with Retry-After
 └── RequestLost         a request failed on every worker that was tried
@@ -26,6 +27,17 @@ class NoWorker(ServingError, GracefulHTTPError):
 
     def __init__(self, message: str) -> None:
         GracefulHTTPError.__init__(self, message, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+class AnswerTooLate(ServingError, GracefulHTTPError):
+    """An answer was not complete within ``answer_s`` seconds."""
+
+    def __init__(self, answer_s: float) -> None:
+        GracefulHTTPError.__init__(
+            self,
+            f"the answer was not complete within {answer_s:g} s (gateway.limits.answer_s); ask for less",
+            HTTPStatus.GATEWAY_TIMEOUT,
+        )
 
 
 class Overloaded(ServingError, GracefulHTTPError):

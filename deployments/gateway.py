@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import secrets
 import socket
-from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import uvicorn
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import APIRouter, HTTPException
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 
@@ -28,12 +26,17 @@ from actors.engine import engine_config
 from actors.messages import WorkerInfo
 from actors.peers import NAMESPACE
 from actors.secret import CHANNEL_PURPOSE, data_plane_key
+from cluster.file import Limits
+from deployments import api, keys
 from deployments.budget import Budget
+from deployments.edge import Edge
 from deployments.engine_client import TASKS, ClusterEngineClient
 from deployments.errors import StartError
-from deployments.ledger import Record, current
-from deployments.metrics import WorkerMetrics
+from deployments.http import limited_protocol
+from deployments.metrics import WorkerMetrics, count_request
+from deployments.options import server_arguments
 from deployments.planner import DEFAULT, Planner, Routing
+from deployments.tracing import tracer
 from deployments.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -41,8 +44,6 @@ logger = logging.getLogger(__name__)
 CONNECTED_WITHIN_S = 120.0
 """A worker that is being restarted has that long to load its model."""
 KEEP_ALIVE_S = 60
-CLASS_HEADER = "x-handoff-class"
-"""Names the class of a request, whose objectives are in the cluster file (``slo.classes``)."""
 GRACEFUL_S = 4
 """How long a replica that is being stopped goes on answering; Serve ends it a second later."""
 
@@ -58,6 +59,10 @@ class GatewaySpec:
         workers: names of the worker actors.
         recompute: prompt tokens per second that decode workers may compute after failed handovers, and
             for how many seconds' worth at once.
+        options: vLLM's own server options.
+        limits: on requests.
+        api_keys_file: path of the file with the keys that clients need; None: no keys.
+        otlp_endpoint: URL of an OpenTelemetry collector; None: what the environment says.
         routing: how requests are routed and admitted.
 
     """
@@ -67,6 +72,10 @@ class GatewaySpec:
     engine: dict[str, Any]
     workers: tuple[str, ...]
     recompute: tuple[float, float]
+    options: Mapping[str, Any]
+    limits: Limits
+    api_keys_file: str | None
+    otlp_endpoint: str | None
     routing: Routing = DEFAULT
 
 
@@ -75,10 +84,12 @@ class Gateway:
 
     def __init__(self, spec: GatewaySpec) -> None:
         self._spec = spec
-        self._engine = ClusterEngineClient(engine_config(spec.model, spec.engine))
+        self._keys = keys.of_gateway(spec.api_keys_file)
+        self._engine = ClusterEngineClient(engine_config(spec.model, spec.engine), spec.limits)
         self._engine.dispatcher.budget = Budget(*spec.recompute)
         self._engine.dispatcher.planner = Planner(spec.routing)
-        self._metrics = WorkerMetrics(self._engine.dispatcher.workers)
+        self._tracer = tracer(spec.otlp_endpoint)
+        self._metrics = WorkerMetrics(self._engine.dispatcher.workers, self._engine.report)
         self._polling: asyncio.Task[None] | None = None
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -89,7 +100,7 @@ class Gateway:
             return
         await self._connect()
         listening = listen(address["host"], address["port"])
-        self._server = Server(uvicorn_config(await self._build_app()))
+        self._server = Server(uvicorn_config(await self._build_app(), self._spec.limits))
         self._serving = asyncio.create_task(self._server.serve([listening]), name="http")
 
     async def _connect(self) -> None:
@@ -113,11 +124,14 @@ class Gateway:
 
     async def _build_app(self) -> Any:
         """Build vLLM's application around our engine."""
-        arguments = server_arguments(self._spec)
+        arguments = server_arguments(self._spec.model, self._spec.served_name, self._spec.options)
+        arguments.structured_outputs_config = self._engine.vllm_config.structured_outputs_config
         app = build_app(arguments, TASKS, self._engine.model_config)
         app.include_router(ledger_routes(self._engine))
         await init_app_state(self._engine, app.state, arguments, TASKS)
-        return LedgerMiddleware(app)
+        api.narrow(app, arguments, self._spec.limits.sequences)
+        ended = [count_request] if self._tracer is None else [count_request, self._tracer.export]
+        return Edge(app, self._spec.limits, self._keys, ended)
 
     async def check_health(self) -> None:
         """Serve's health check: healthy while it takes requests; workers recover by themselves."""
@@ -130,6 +144,8 @@ class Gateway:
             self._server.should_exit = True
             with contextlib.suppress(Exception):
                 await self._serving
+        if self._tracer is not None:
+            self._tracer.close()
 
 
 class Server(uvicorn.Server):
@@ -162,10 +178,11 @@ def listen(host: str, port: int, shared: bool = True) -> socket.socket:
         ) from error
 
 
-def uvicorn_config(app: Any) -> uvicorn.Config:
-    """Return how HTTP is served: as vLLM's own server does."""
+def uvicorn_config(app: Any, limits: Limits) -> uvicorn.Config:
+    """Return how HTTP is served: as vLLM's own server does, and within limits."""
     return uvicorn.Config(
         app,
+        http=limited_protocol(limits),
         log_level="warning",
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -173,21 +190,11 @@ def uvicorn_config(app: Any) -> uvicorn.Config:
     )
 
 
-def server_arguments(spec: GatewaySpec) -> Namespace:
-    """Return vLLM's own server arguments for this gateway."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = make_arg_parser(FlexibleArgumentParser())
-    arguments: Namespace = parser.parse_args(["--model", spec.model, "--served-model-name", spec.served_name])
-    return arguments
-
-
 def ledger_routes(engine: ClusterEngineClient) -> APIRouter:
     """Return the routes that tell where requests went and what they cost."""
     router = APIRouter(prefix="/handoff", tags=["handoff"])
 
-    @router.get("/requests/{request_id}")
+    @router.get("/requests/{request_id:path}")
     async def request_record(request_id: str) -> dict[str, object]:
         """Tell where one of the latest requests ran and where its time went."""
         record = engine.ledger.get(request_id)
@@ -203,57 +210,3 @@ def ledger_routes(engine: ClusterEngineClient) -> APIRouter:
         return await engine.dispatcher.describe_workers()
 
     return router
-
-
-class LedgerMiddleware:
-    """Notes when a request arrived and when its first token left; gives every request an id.
-
-    The head of a response waits for the first piece of its body, so that it can tell where the request
-    went: until then nobody knows.
-    """
-
-    def __init__(self, app: FastAPI) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        header = Request(scope).headers.get("x-request-id")
-        request_id = header or secrets.token_hex(8)
-        if header is None:
-            scope["headers"] = [*scope["headers"], (b"x-request-id", request_id.encode())]
-        record = Record(request_id)
-        record.note("arrived")
-        if (wanted := Request(scope).headers.get(CLASS_HEADER)) is not None:
-            record.facts["class"] = wanted
-        current.set(record)
-
-        head: Any = None
-
-        async def noting(message: Any) -> None:
-            nonlocal head
-            if message["type"] == "http.response.start":
-                head = message
-                return
-            if message.get("body"):
-                record.note_sent()
-            if head is not None:
-                head["headers"] = [*head.get("headers", ()), *extra_headers(record)]
-                waiting, head = head, None
-                await send(waiting)
-            await send(message)
-
-        await self.app(scope, receive, noting)
-
-
-def extra_headers(record: Record) -> list[tuple[bytes, bytes]]:
-    """Return the headers that tell a request's id, where it went, and when to try again."""
-    headers = [(b"x-request-id", record.request_id.encode())]
-    if (path := record.path()) is not None:
-        headers.append((b"x-handoff-path", path.encode("ascii", "replace")))
-    wait_s = record.facts.get("retry_after_s")
-    if isinstance(wait_s, float):
-        headers.append((b"retry-after", str(max(1, math.ceil(wait_s))).encode()))
-    return headers

@@ -34,6 +34,24 @@ HANDOVER_CHAIN = (
 )
 """Stages from the end of prefill to decode's first token at the gateway."""
 
+
+def first_token_path(moments: Mapping[str, float], mode: object) -> list[tuple[str, float, float]]:
+    """Return the stages between a request's arrival and its first token's departure: (name, begin, end).
+
+    What overlaps with the stage before is counted from that one's end, so that they add up. Where decode
+    samples every token, the way leads through the handover.
+    """
+    chain: Iterable[tuple[str, str, str]] = FIRST_TOKEN_CHAIN
+    if mode == "decode-samples":
+        chain = (*FIRST_TOKEN_CHAIN[:5], *HANDOVER_CHAIN, ("stream", "decode_token", "sent"))
+    path, now = [], moments.get("arrived")
+    for stage, _, end in chain:
+        if now is not None and end in moments and moments[end] >= now:
+            path.append((stage, now, moments[end]))
+            now = moments[end]
+    return path
+
+
 KEPT = 2048
 PATH_CHARACTERS = 400
 
@@ -47,6 +65,8 @@ class Record:
         moments: name to seconds on the gateway's clock.
         facts: workers, nodes, mode, transport, bytes and whatever else is worth telling.
         passed: output tokens that vLLM's server has been given, to put into the response.
+        parent: W3C trace context that the client sent, or empty.
+        sequences: that are being generated for it now.
 
     """
 
@@ -54,6 +74,8 @@ class Record:
     moments: dict[str, float] = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
     passed: int = 0
+    parent: str = ""
+    sequences: int = 0
 
     def path(self) -> str | None:
         """Return on one line where the request went, by which transport and why; None until it is routed."""

@@ -1,20 +1,72 @@
-"""The handover in Prometheus: the workers' own counters, beside vLLM's in the gateway's ``/metrics``."""
+"""Prometheus metrics, all in the gateway's ``/metrics``: its own, and those of the workers wherever they run.
+
+vLLM's names stand for what they stand for in vLLM; the rest begins with ``handoff_``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import REGISTRY, Collector
+from vllm.v1.metrics.stats import SchedulerStats
 
 from actors.messages import WorkerStats
+from deployments.ledger import FIRST_TOKEN_CHAIN, HANDOVER_CHAIN, Record
 from deployments.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
+
+# -- requests ------------------------------------------------------------------------------------
+
+REQUESTS = Counter("handoff_requests", "Requests that have ended, by how they ran", ("mode",))
+FAILED = Counter(
+    "handoff_failed_requests", "Requests that were answered with a 5xx, or whose stream ended with one"
+)
+RETRIES = Counter("handoff_retries", "Tries of requests after their first one")
+STAGES = Histogram(
+    "handoff_stage_seconds",
+    "Time that requests spent in each stage of the ledger; queue and decode_queue are engines' queues",
+    ("stage",),
+    buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
+)
+_OBSERVE = {stage: STAGES.labels(stage).observe for stage, _, _ in (*FIRST_TOKEN_CHAIN, *HANDOVER_CHAIN)}
+
+
+def count_request(record: Record) -> None:
+    """Count a request that has ended, if it was one for the engines."""
+    if "tokenized" not in record.moments:
+        return
+    REQUESTS.labels(record.facts.get("mode", "not routed")).inc()
+    if "error" in record.facts:
+        FAILED.inc()
+    attempts = record.facts.get("attempts")
+    if isinstance(attempts, int) and attempts > 1:
+        RETRIES.inc(attempts - 1)
+    for stage, ms in record.stages_ms().items():
+        _OBSERVE[stage](max(0.0, ms / 1e3))
+
+
+# -- workers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A worker as the gateway sees it; ``stats`` is None while it does not answer."""
+
+    name: str
+    role: str
+    node: str
+    kv_blocks: int
+    alive: bool
+    stats: WorkerStats | None
+
 
 TIER = {
     "written_bytes": "Bytes of KV written to the bucket's tier, behind the requests",
@@ -38,27 +90,30 @@ class WorkerMetrics(Collector):
 
     Args:
         workers: the workers as they are now.
+        report: takes vLLM's statistics of all engines together.
 
     """
 
-    def __init__(self, workers: Callable[[], Sequence[WorkerClient]]) -> None:
-        self._workers = workers
-        self._latest: dict[str, WorkerStats] = {}
+    def __init__(
+        self, workers: Callable[[], Sequence[WorkerClient]], report: Callable[[SchedulerStats], None]
+    ) -> None:
+        self._workers, self._report = workers, report
+        self._latest: list[Seen] = []
 
     def register(self) -> None:
         """Show them in this process's ``/metrics``."""
         REGISTRY.register(self)
 
     async def poll(self) -> None:
-        """Keep asking, until cancelled. A worker that does not answer is shown no longer."""
+        """Keep asking, until cancelled. Of a worker that does not answer, only that is shown."""
         while True:
             workers = list(self._workers())
             found = await asyncio.gather(*(_ask(worker) for worker in workers))
-            self._latest = {
-                worker.info.name: stats
-                for worker, stats in zip(workers, found, strict=True)
-                if stats is not None
-            }
+            self._latest = [
+                Seen(w.info.name, w.info.role, w.info.node, w.info.kv_blocks, w.alive, stats)
+                for w, stats in zip(workers, found, strict=True)
+            ]
+            self._report(together(self._latest))
             await asyncio.sleep(POLL_S)
 
     def collect(self) -> Iterator[Metric]:
@@ -76,53 +131,82 @@ async def _ask(worker: WorkerClient) -> WorkerStats | None:
         return None
 
 
-def families(latest: dict[str, WorkerStats]) -> Iterator[Metric]:
+def together(workers: Sequence[Seen]) -> SchedulerStats:
+    """Return vLLM's statistics of all engines: requests in their batches and waiting, share of KV in use."""
+    told = [(worker, worker.stats) for worker in workers if worker.stats is not None]
+    blocks = sum(worker.kv_blocks for worker, _ in told)
+    return SchedulerStats(
+        num_running_reqs=sum(stats.stepped for _, stats in told),
+        num_waiting_reqs=sum(stats.waiting for _, stats in told),
+        kv_cache_usage=sum(stats.kv_blocks_used for _, stats in told) / blocks if blocks else 0.0,
+    )
+
+
+WORKER = ("worker", "role", "node")
+_GAUGES = {
+    "worker_requests_running": ("Requests that the worker's engine steps", "stepped"),
+    "worker_requests_waiting": ("Requests that wait there, for a step or for KV", "waiting"),
+    "worker_kv_blocks_used": ("Blocks of its KV cache that requests hold", "kv_blocks_used"),
+    "kv_sending": ("Handovers being published", "sending"),
+    "kv_receiving": ("Handovers being loaded", "receiving"),
+    "kv_live_objects": ("Published payloads that have not been taken", "live_chunks"),
+    "kv_live_bytes": ("Their bytes", "live_bytes"),
+    "kv_orphan_bytes": ("Published bytes that belong to no live request", "orphan_bytes"),
+}
+_COUNTERS = {
+    "worker_steps": ("Engine steps", "steps"),
+    "computed_tokens": ("Tokens whose KV the worker has computed itself", "computed_tokens"),
+    "kv_expired_leases": ("Published KV withdrawn because its lease ran out", "expired_leases"),
+}
+
+
+def families(workers: Sequence[Seen]) -> Iterator[Metric]:
     """Return the metrics of workers, by name."""
+    up = GaugeMetricFamily("handoff_worker_up", "Whether the gateway reaches the worker", labels=WORKER)
+    blocks = GaugeMetricFamily("handoff_worker_kv_blocks", "Blocks of its KV cache", labels=WORKER)
     rungs = CounterMetricFamily(
         "handoff_kv_rung",
         "Chunks of KV that came to a worker, by transport and why it was that one",
-        labels=("worker", "rung", "reason"),
+        labels=(*WORKER, "rung", "reason"),
     )
     nbytes = CounterMetricFamily(
-        "handoff_kv_bytes", "Bytes of KV that came to a worker, by transport", labels=("worker", "rung")
+        "handoff_kv_bytes", "Bytes of KV that came to a worker, by transport", labels=(*WORKER, "rung")
     )
     rates = GaugeMetricFamily(
         "handoff_kv_rate_bytes_per_second",
-        "Estimated rate from a worker to a peer, by transport; 0 while it is broken",
-        labels=("worker", "peer", "rung"),
-    )
-    expired = CounterMetricFamily(
-        "handoff_kv_expired_leases", "Published KV withdrawn because its lease ran out", labels=("worker",)
+        "Measured rate of the link from a worker to a peer, by transport; 0 while it is broken",
+        labels=(*WORKER, "peer", "rung"),
     )
     gauges = {
-        "live_objects": ("Published payloads that have not been taken", "live_chunks"),
-        "live_bytes": ("Their bytes", "live_bytes"),
-        "orphan_bytes": ("Published bytes that belong to no live request", "orphan_bytes"),
+        field: GaugeMetricFamily(f"handoff_{name}", text, labels=WORKER)
+        for name, (text, field) in _GAUGES.items()
     }
-    live = {
-        key: GaugeMetricFamily(f"handoff_kv_{key}", text, labels=("worker",))
-        for key, (text, _) in gauges.items()
+    counters = {
+        field: CounterMetricFamily(f"handoff_{name}", text, labels=WORKER)
+        for name, (text, field) in _COUNTERS.items()
     }
-    computed = CounterMetricFamily(
-        "handoff_computed_tokens", "Tokens whose KV a worker has computed itself", labels=("worker",)
-    )
     tier: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
         name: (GaugeMetricFamily if name == "waiting_bytes" else CounterMetricFamily)(
-            f"handoff_tier_{name}", text, labels=("worker",)
+            f"handoff_tier_{name}", text, labels=WORKER
         )
         for name, text in TIER.items()
     }
-    for worker, stats in latest.items():
-        for key, count in stats.taken_chunks.items():
-            rungs.add_metric((worker, *key.split(" ")), count)
-        for rung, count in stats.taken_bytes.items():
-            nbytes.add_metric((worker, rung), count)
+    for worker in workers:
+        labels, stats = (worker.name, worker.role, worker.node), worker.stats
+        up.add_metric(labels, worker.alive)
+        blocks.add_metric(labels, worker.kv_blocks)
+        if stats is None:
+            continue
+        for key, chunks in stats.taken_chunks.items():
+            rungs.add_metric((*labels, *key.split(" ")), chunks)
+        for rung, taken in stats.taken_bytes.items():
+            nbytes.add_metric((*labels, rung), taken)
         for key, rate in stats.rates.items():
-            rates.add_metric((worker, *key.split(" ")), rate)
-        expired.add_metric((worker,), stats.expired_leases)
-        computed.add_metric((worker,), stats.computed_tokens)
+            rates.add_metric((*labels, *key.split(" ")), rate)
+        for field, gauge in gauges.items():
+            gauge.add_metric(labels, getattr(stats, field))
+        for field, counter in counters.items():
+            counter.add_metric(labels, getattr(stats, field))
         for name, count in stats.tier.items():
-            tier[name].add_metric((worker,), count)
-        for key, (_, field) in gauges.items():
-            live[key].add_metric((worker,), getattr(stats, field))
-    yield from (rungs, nbytes, rates, expired, computed, *live.values(), *tier.values())
+            tier[name].add_metric(labels, count)
+    yield from (up, blocks, rungs, nbytes, rates, *gauges.values(), *counters.values(), *tier.values())

@@ -1,18 +1,26 @@
 """`handoff demo`: what Handoff does, in one command, on this machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from handoff import console, interrupt
+from handoff.trace import AFTERWARDS
+from handoff.waterfall import known, waterfall
 
 if TYPE_CHECKING:
-    from experiments.demo import Answer, Outcome
+    from experiments.demo import Outcome
 
-BAR_WIDTH = 30
+STAGES = (
+    ("gateway: tokenise, route", "arrived", "routed"),
+    ("prefill: wait for the engine", "routed", "prefill.scheduled"),
+    ("prefill: read the prompt", "prefill.scheduled", "prefill.output"),
+    ("gateway: first token leaves", "prefill.output", "sent"),
+    *AFTERWARDS,
+)
+"""What the waterfall shows: a line for each (words, moment it begins, moment it ends)."""
 
 
 def register(app: typer.Typer) -> None:
@@ -60,7 +68,7 @@ def _show(outcome: "Outcome") -> None:
     )
     console.out.print(_answers(outcome))
     console.out.print(f"\n[bold]{shown.title}[/], followed through the cluster:\n")
-    for line in waterfall(shown):
+    for line in waterfall(known(STAGES, shown.record["moments"])):
         console.out.print(line)
     console.out.print(f"\nIt answered: {shown.text.strip()[:160]!r}")
     if outcome.run.parameters["model"].endswith("models/tiny"):
@@ -97,41 +105,6 @@ def _answers(outcome: "Outcome") -> Table:
             "[green]yes[/]" if match else "[bold red]no[/]",
         )
     return table
-
-
-STAGES = (
-    ("gateway: tokenise, route", "arrived", "routed"),
-    ("prefill: wait for the engine", "routed", "prefill.scheduled"),
-    ("prefill: read the prompt", "prefill.scheduled", "prefill.output"),
-    ("gateway: first token leaves", "prefill.output", "sent"),
-    ("KV: last chunk published", "prefill.computed", "peer.published"),
-    ("KV: last chunk crosses", "peer.published", "decode.fetched"),
-    ("KV: written to decode's cache", "decode.fetched", "decode.loaded"),
-    ("decode: wait for the engine", "decode.loaded", "decode.scheduled"),
-    ("decode: second token computed", "decode.scheduled", "decode.output"),
-    ("gateway: second token leaves", "decode.output", "decode_sent"),
-)
-"""What the waterfall shows: a line for each (words, moment it begins, moment it ends)."""
-
-
-def waterfall(answer: "Answer") -> list[Text]:
-    """Return a line for each stage of a request: when it was, and how long."""
-    moments: Any = answer.record["moments"]
-    known = [(words, moments[a], moments[b]) for words, a, b in STAGES if a in moments and b in moments]
-    begin, end = min(a for _, a, _ in known), max(b for *_, b in known)
-    scale = BAR_WIDTH / (end - begin)
-    heads = ("began at", "took, ms")
-    lines = [Text(f"{'':<{33 + BAR_WIDTH}}{heads[0]:>8}{heads[1]:>9}", style="dim")]
-    for words, a, b in known:
-        left = int((a - begin) * scale)
-        width = max(1, round((b - a) * scale))
-        bar = " " * left + "█" * min(width, BAR_WIDTH - left)
-        style = {"prefill": "cyan", "KV": "magenta", "decode": "green"}.get(words.partition(":")[0], "yellow")
-        at, took = (a - begin) * 1e3, (b - a) * 1e3
-        lines.append(
-            Text.assemble(f"  {words:<30} ", (f"{bar:<{BAR_WIDTH}}", style), f"{at:8.1f}{took:9.2f}")
-        )
-    return lines
 
 
 def _next(model: str | None) -> None:

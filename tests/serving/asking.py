@@ -66,10 +66,10 @@ class Answer:
 class Endpoint:
     """A serving cluster as its users see it."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self.url, self.model = url, model
-        self.openai = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
-        self.http = httpx.Client(base_url=url, timeout=30)
+    def __init__(self, url: str, model: str, key: str = "none") -> None:
+        self.url, self.model, self.key = url, model, key
+        self.openai = OpenAI(base_url=f"{url}/v1", api_key=key, timeout=120, max_retries=0)
+        self.http = httpx.Client(base_url=url, timeout=30, headers={"Authorization": f"Bearer {key}"})
 
     def complete(self, prompt: str | Sequence[int], *, stream: bool = False, **params: Any) -> Answer:
         """Complete a prompt, greedily unless `params` say otherwise."""

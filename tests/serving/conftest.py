@@ -4,6 +4,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import faulty_worker
 import pytest
@@ -20,6 +21,9 @@ from deployments.app import Serving
 from deployments.app import serving as serve
 from experiments import models
 from experiments.s3_server import S3Server
+
+if TYPE_CHECKING:
+    from guarded import Guarded
 
 pytest.register_assert_rewrite("comparing")
 
@@ -97,3 +101,12 @@ def reference(file: ClusterFile) -> Iterator[Undivided]:
     """An undivided engine with the same model and options as a worker."""
     with undivided(file.model, file.engine) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Guarded"]:
+    """A gateway of its own, with keys and tight limits, on the fake engine."""
+    from guarded import guarded_serving  # imports test modules, which pytest must have seen before
+
+    with guarded_serving(model, tmp_path_factory.mktemp("guarded")) as running:
+        yield running

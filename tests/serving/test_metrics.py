@@ -5,9 +5,9 @@ import pytest
 from actors.messages import WorkerStats
 from actors.tier import COUNTERS
 from deployments.budget import Budget
-from deployments.gateway import extra_headers
+from deployments.edge import extra_headers
 from deployments.ledger import PATH_CHARACTERS, Record
-from deployments.metrics import TIER, families
+from deployments.metrics import TIER, Seen, families, together
 
 
 class Clock:
@@ -67,11 +67,18 @@ def test_workers_counters_become_metrics() -> None:
         rates={"decode-worker-0 tcp": 1e9, "decode-worker-0 plasma": 0.0},
         computed_tokens=9000,
         tier={name: count for count, name in enumerate(COUNTERS, 100)},
+        stepped=11,
+        waiting=12,
     )
+    workers = [Seen("w", "decode", "n", 10, True, stats), Seen("gone", "decode", "n", 10, False, None)]
+    samples = [sample for family in families(workers) for sample in family.samples]
+    assert all(sample.labels.keys() >= {"worker", "role", "node"} for sample in samples)
     found = {
-        (sample.name, *(sample.labels[key] for key in sorted(sample.labels))): sample.value
-        for family in families({"w": stats})
-        for sample in family.samples
+        (
+            sample.name,
+            *(sample.labels[key] for key in sorted(sample.labels.keys() - {"role", "node"})),
+        ): sample.value
+        for sample in samples
     }
     assert found == {
         ("handoff_kv_rung_total", "first", "tcp", "w"): 9,
@@ -89,7 +96,19 @@ def test_workers_counters_become_metrics() -> None:
             (f"handoff_tier_{name}{'' if name == 'waiting_bytes' else '_total'}", "w"): count
             for count, name in enumerate(COUNTERS, 100)
         },
+        ("handoff_kv_sending", "w"): 2,
+        ("handoff_kv_receiving", "w"): 3,
+        ("handoff_worker_up", "w"): 1,
+        ("handoff_worker_up", "gone"): 0,
+        ("handoff_worker_kv_blocks", "w"): 10,
+        ("handoff_worker_kv_blocks", "gone"): 10,
+        ("handoff_worker_kv_blocks_used", "w"): 1,
+        ("handoff_worker_requests_running", "w"): 11,
+        ("handoff_worker_requests_waiting", "w"): 12,
+        ("handoff_worker_steps_total", "w"): 8,
     }
+    whole = together(workers)
+    assert (whole.num_running_reqs, whole.num_waiting_reqs, whole.kv_cache_usage) == (11, 12, 0.1)
 
 
 def test_every_counter_of_the_tier_is_explained() -> None:

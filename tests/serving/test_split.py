@@ -164,6 +164,13 @@ def test_decode_is_asked_everything_where_it_samples() -> None:
     assert params_of(part) == params_of(asked)
 
 
+@pytest.mark.parametrize("mode", [Mode.FIRST_TOKEN, Mode.DECODE_SAMPLES])
+def test_both_parts_have_the_requests_priority(mode: Mode) -> None:
+    asked = request()
+    asked.priority = 7
+    assert prefill_part(asked, mode).priority == decode_part(asked, mode).priority == 7
+
+
 def test_a_request_goes_on_after_what_was_emitted() -> None:
     part = continued(request(min_tokens=2), [5, 6, 7])
     params = params_of(part)
