@@ -6,6 +6,7 @@ from urllib.parse import quote
 
 import httpx
 import typer
+from rich.markup import escape
 
 from deployments.ledger import first_token_path
 from handoff import console
@@ -119,7 +120,7 @@ def first_token(record: dict[str, Any]) -> list[Bar]:
 
 def _show(record: dict[str, Any]) -> None:
     say, path = console.out.print, first_token(record)
-    say(f"request [bold]{record['request_id']}[/]: {_where(record)}")
+    say(f"request [bold]{escape(record['request_id'])}[/]: {escape(_where(record))}")
     for fact in ("reason", "transport_reason", "failure", "error"):
         if record.get(fact):
             say(f"  {fact.replace('_', ' ')}: {record[fact]}", markup=False)
