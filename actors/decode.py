@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from actors.loading import Loader
 from actors.marks import Marks
@@ -82,7 +83,8 @@ class _Incoming:
     """That chunks came over, in the order of their first use, and the latest reason for each."""
     end: HandoverEnd | None = None
     reported: bool = False
-    failed: bool = False
+    failed: str | None = None
+    """Why, if it has."""
 
     @property
     def handed(self) -> Handed | None:
@@ -109,6 +111,14 @@ class _Incoming:
         if reached != self.end.tokens or reached < self.target.end:
             return f"KV of {reached} tokens came, expected {max(self.end.tokens, self.target.end)} tokens"
         return None
+
+
+class _Closed(NamedTuple):
+    """What is still asked about a request that is over; ``failed`` is why its KV did not come, if so."""
+
+    end: HandoverEnd | None = None
+    handed: Handed | None = None
+    failed: str | None = None
 
 
 def _done(arrival: _Arrival, load: Future[float | None]) -> None:
@@ -144,7 +154,7 @@ class Receiver:
         self._loader, self._rungs = Loader(cache, layout, rungs.register), rungs
         self._marks, self._wake, self._again, self._on_failed = marks, wake, again, on_failed
         self._incoming: dict[str, _Incoming] = {}
-        self._closed: OrderedDict[str, tuple[HandoverEnd | None, Handed | None]] = OrderedDict()
+        self._closed: OrderedDict[str, _Closed] = OrderedDict()
         self._broken: dict[tuple[str, str], float] = {}
         """By (sender, rung): what was published there before this time on the sender's clock is not tried."""
         self._finished: set[str] = set()
@@ -153,11 +163,17 @@ class Receiver:
 
     # -- the gateway's side ---------------------------------------------------------------
 
-    def expect(self, request_id: str, timeout_s: float) -> None:
-        """A request was accepted whose KV must be complete within ``timeout_s``."""
+    def expect(self, request_id: str, timeout_s: float) -> str | None:
+        """A request was accepted whose KV must be complete within ``timeout_s``.
+
+        Returns why it will not come, if prefill has said so already: its word may overtake the gateway's.
+        """
         with self._lock:
+            if (closed := self._closed.get(request_id)) is not None:
+                return closed.failed or "its handover is over"
             incoming = self._incoming.setdefault(request_id, _Incoming(0.0))
             incoming.deadline = time.monotonic() + timeout_s
+            return incoming.failed
 
     def sweep(self) -> None:
         """Fail every request whose deadline has passed. Called a few times a second."""
@@ -236,13 +252,13 @@ class Receiver:
         """Return the end of the handover, once it has been delivered; for a while also after ``close``."""
         with self._lock:
             incoming = self._incoming.get(request_id)
-            return incoming.end if incoming else self._closed.get(request_id, (None, None))[0]
+            return incoming.end if incoming else self._closed.get(request_id, _Closed()).end
 
     def handed(self, request_id: str) -> Handed | None:
         """Return how a request's KV came, once its end is here; for a while also after ``close``."""
         with self._lock:
             incoming = self._incoming.get(request_id)
-            return incoming.handed if incoming else self._closed.get(request_id, (None, None))[1]
+            return incoming.handed if incoming else self._closed.get(request_id, _Closed()).handed
 
     def take_finished(self) -> set[str]:
         """Return opened requests into whose blocks nothing is written any more, each once."""
@@ -259,7 +275,9 @@ class Receiver:
         with self._lock:
             incoming = self._incoming.pop(request_id, None)
             if incoming is not None or request_id not in self._closed:
-                self._closed[request_id] = (incoming.end, incoming.handed) if incoming else (None, None)
+                self._closed[request_id] = (
+                    _Closed(incoming.end, incoming.handed, incoming.failed) if incoming else _Closed()
+                )
             while len(self._closed) > CLOSED_KEPT:
                 self._closed.popitem(last=False)
             unwanted = [*incoming.parked, *incoming.repeated] if incoming is not None else []
@@ -319,6 +337,7 @@ class Receiver:
             try:
                 return self._fetch(request_id, incoming, chunk)
             except Exception as error:
+                self._rungs.failed(chunk.rung, error)
                 if self._incoming.get(request_id) is not incoming:
                     return None
                 failures.append(f"{chunk.rung}: {error}")
@@ -382,6 +401,6 @@ class Receiver:
             incoming = self._incoming.get(request_id)
             if incoming is None or incoming.reported or incoming.failed:
                 return
-            incoming.failed = True
+            incoming.failed = reason
         logger.warning("request %s: handover failed: %s", request_id, reason)
         self._on_failed(request_id, reason)

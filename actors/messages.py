@@ -349,6 +349,7 @@ class WorkerStats:
         steps: engine steps since the start.
         taken_chunks: chunks that came here by ``rung cause``, since the start.
         taken_bytes: their bytes by rung.
+        failed: publications and fetches that failed here, by ``rung cause``, since the start.
         rates: estimated bytes per second by ``peer rung``; 0 while a rung is broken.
         computed_tokens: tokens whose KV this engine has computed itself, since the start.
         tier: counters of the bucket's tier by name (``actors/tier.py``), since the start; empty without one.
@@ -369,6 +370,7 @@ class WorkerStats:
     steps: int
     taken_chunks: Mapping[str, int] = field(default_factory=dict)
     taken_bytes: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[str, int] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     computed_tokens: int = 0
     tier: Mapping[str, int] = field(default_factory=dict)

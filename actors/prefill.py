@@ -403,6 +403,7 @@ class Sender:
             try:
                 ticket = self._publish_on(rung, request_id, outgoing, entry, runs)
             except Exception as error:
+                self._rungs.failed(rung, error)
                 cause = cause_of(error)
                 reason = f"{rung}: {error}; {reason}"
                 self._rungs.broke(outgoing.peer, rung, cause, str(error))

@@ -41,10 +41,18 @@ class _Peer:
 
 @dataclass(slots=True)
 class Tally:
-    """What was handed over to this worker, since it started: chunks by (rung, cause), bytes by rung."""
+    """What this worker has seen since it started.
+
+    Attributes:
+        chunks: that were handed over to it, by (rung, cause).
+        nbytes: their bytes, by rung.
+        failed: publications and fetches that failed here, of chunks and probes, by (rung, cause).
+
+    """
 
     chunks: Counter[tuple[str, str]] = field(default_factory=Counter)
     nbytes: Counter[str] = field(default_factory=Counter)
+    failed: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 class Rungs:
@@ -131,6 +139,11 @@ class Rungs:
             sound = self._peer(peer).ladder.broke(rung, cause, time.monotonic())
         if sound:
             logger.warning("KV to %s: %s is broken (%s): %s", peer, rung, cause, detail)
+
+    def failed(self, rung: str, error: BaseException) -> None:
+        """Count a publication or a fetch that failed here."""
+        with self._lock:
+            self.tally.failed[rung, cause_of(error)] += 1
 
     def rates(self) -> dict[tuple[str, str], float]:
         """Return the estimated bytes per second by (peer, rung); 0 while a rung is broken."""
@@ -222,10 +235,14 @@ class Rungs:
             into = self._scratch[: probe.nbytes]
             into[:] = 0
             began = time.monotonic()
-            self.transport(probe.rung).fetch(probe.ticket, [into], timeout_s)
-            seconds = time.monotonic() - began
-            if (found := checksum(into)) != probe.checksum:
-                raise ChunkCorrupt("probe", "checksum", f"{probe.checksum:016x}", f"{found:016x}")
+            try:
+                self.transport(probe.rung).fetch(probe.ticket, [into], timeout_s)
+                seconds = time.monotonic() - began
+                if (found := checksum(into)) != probe.checksum:
+                    raise ChunkCorrupt("probe", "checksum", f"{probe.checksum:016x}", f"{found:016x}")
+            except Exception as error:
+                self.failed(probe.rung, error)
+                raise
             return seconds
 
 

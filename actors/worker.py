@@ -176,6 +176,7 @@ class Worker:
             steps=self._engine.steps,
             taken_chunks={" ".join(key): count for key, count in tally.chunks.copy().items()},
             taken_bytes=dict(tally.nbytes.copy()),
+            failed={" ".join(key): count for key, count in tally.failed.copy().items()},
             rates={" ".join(key): rate for key, rate in link.rungs.rates().items()},
             computed_tokens=link.computed_tokens,
             tier={} if link.tier is None else link.tier.counters(),
@@ -282,7 +283,10 @@ class Worker:
                 "kv_transfer_params": params_of(handover),
             }
         if isinstance(handover, ReceiveFrom):
-            link.receiver.expect(request_id, handover.timeout_s)
+            failed = link.receiver.expect(request_id, handover.timeout_s)
+            if failed is not None:
+                self._handover_failed(request_id, failed)
+                return
 
         def add(core: EngineCore) -> None:
             try:

@@ -172,6 +172,11 @@ def families(workers: Sequence[Seen]) -> Iterator[Metric]:
     nbytes = CounterMetricFamily(
         "handoff_kv_bytes", "Bytes of KV that came to a worker, by transport", labels=(*WORKER, "rung")
     )
+    failed = CounterMetricFamily(
+        "handoff_kv_failed",
+        "Publications and fetches of KV that failed at a worker, probes among them, by transport and cause",
+        labels=(*WORKER, "rung", "reason"),
+    )
     rates = GaugeMetricFamily(
         "handoff_kv_rate_bytes_per_second",
         "Measured rate of the link from a worker to a peer, by transport; 0 while it is broken",
@@ -201,6 +206,8 @@ def families(workers: Sequence[Seen]) -> Iterator[Metric]:
             rungs.add_metric((*labels, *key.split(" ")), chunks)
         for rung, taken in stats.taken_bytes.items():
             nbytes.add_metric((*labels, rung), taken)
+        for key, count in stats.failed.items():
+            failed.add_metric((*labels, *key.split(" ")), count)
         for key, rate in stats.rates.items():
             rates.add_metric((*labels, *key.split(" ")), rate)
         for field, gauge in gauges.items():
@@ -209,4 +216,4 @@ def families(workers: Sequence[Seen]) -> Iterator[Metric]:
             counter.add_metric(labels, getattr(stats, field))
         for name, count in stats.tier.items():
             tier[name].add_metric(labels, count)
-    yield from (up, blocks, rungs, nbytes, rates, *gauges.values(), *counters.values(), *tier.values())
+    yield from (up, blocks, rungs, nbytes, failed, rates, *gauges.values(), *counters.values(), *tier.values())

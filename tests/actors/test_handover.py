@@ -859,6 +859,16 @@ def test_a_request_that_was_never_expected(pair: Pair) -> None:
     assert pair.finished() == [RID]
 
 
+def test_a_failure_that_overtakes_its_request_is_told_when_that_comes(pair: Pair) -> None:
+    """Prefill's word and the gateway's come by different ways."""
+    pair.receiver.deliver(HandoverFailed(RID, "no rung takes it"), Done())
+    assert pair.failures == [(RID, "no rung takes it")]
+    assert pair.receiver.expect(RID, 60.0) == "no rung takes it"  # before the worker has closed it
+    pair.close()
+    assert pair.receiver.expect(RID, 60.0) == "no rung takes it"
+    assert pair.receiver.expect("another", 60.0) is None
+
+
 # -- deadlines -----------------------------------------------------------------------------------
 
 

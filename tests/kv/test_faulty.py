@@ -1,12 +1,13 @@
 """The transport that misbehaves on request: sound while nothing is asked of it, and what it does if it is."""
 
+import threading
 import time
 
 import pytest
 from transport_suite import WAIT_S, TransportSuite, fetched, nothing, payload, room, same
 
 from kv.errors import PeerLost, StoreFull, TransferTimeout
-from kv.faulty import Fault, FaultyTransport
+from kv.faulty import DAMAGES, Damage, Fault, FaultyTransport
 from kv.memory import MemoryTransport
 from kv.transport import Ticket, Transport
 
@@ -84,3 +85,32 @@ def test_latency_and_rate_take_their_time(faulty: FaultyTransport) -> None:
         faulty.fetch(ticket, room(sent), 0.1)
     faulty.latency_s = faulty.s_per_byte = 0.0
     faulty.fetch(ticket, room(sent), WAIT_S)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_counted_only_where_it_changes_something(faulty: FaultyTransport, kind: Damage) -> None:
+    alike, unlike = payload(2, runs=1), payload(3, runs=1) + payload(4, runs=1)
+    tickets = faulty.publish(alike, nothing), faulty.publish(unlike, nothing)
+    faulty.suffer(Fault(kind, times=1))
+    rounds = [not same(fetched(faulty, tickets[0], alike), alike) for _ in range(2)]
+    rounds += [not same(fetched(faulty, tickets[1], unlike), unlike) for _ in range(2)]
+    assert sum(rounds) == faulty.fired[kind] == 1
+    assert rounds[0] == (kind in ("corrupt", "truncated"))
+
+
+def test_a_held_fetch_goes_on_when_it_is_let(faulty: FaultyTransport) -> None:
+    sent = payload(1)
+    ticket, into = faulty.publish(sent, nothing), room(sent)
+    faulty.suffer(Fault("held"))
+    thread = threading.Thread(target=faulty.fetch, args=(ticket, into, WAIT_S))
+    thread.start()
+    while not faulty.fired["held"]:
+        time.sleep(0.01)
+    assert thread.is_alive()
+    assert not same(into, sent)
+    faulty.suffer()
+    thread.join(WAIT_S)
+    assert same(into, sent)
+    faulty.suffer(Fault("held"))
+    with pytest.raises(TransferTimeout):
+        faulty.fetch(ticket, into, 0.1)
