@@ -180,14 +180,14 @@ def offer(file: ClusterFile, node: Node, gateways: int = 0) -> tuple[str, ...]:
 
 
 def head_offer(file: ClusterFile) -> tuple[str, ...]:
-    """What a head brings that is no node of the file: room for the gateway's replicas."""
-    replicas = file.gateway.replicas
+    """What a head brings that is no node of the file: room for the gateway's replicas, and for one to come."""
+    units = file.gateway.replicas + 1
     return (
-        f"--num-cpus={replicas}",
+        f"--num-cpus={units}",
         "--num-gpus=0",
         f"--memory={HEAD_MEMORY}",
         f"--object-store-memory={HEAD_OBJECT_STORE}",
-        f"--resources={json.dumps({GATEWAY: replicas})}",
+        f"--resources={json.dumps({GATEWAY: units})}",
         f"--labels={LABEL_NODE}={HEAD},{LABEL_ROLE}={GATEWAY}",
     )
 

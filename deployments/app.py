@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +16,16 @@ from cluster.file import ClusterFile, Objectives
 from cluster.names import GATEWAY
 from deployments import keys
 from deployments.errors import StartError
-from deployments.gateway import GRACEFUL_S, Gateway, GatewaySpec, listen
+from deployments.gateway import DRAIN_S, Gateway, GatewaySpec, listen
 from deployments.options import server_arguments
 from deployments.place import PlacedWorker, Progress, start_workers, stop_workers
 from deployments.planner import Routing
 from deployments.router import Slo
 
 APP = "handoff"
+GRACEFUL_S = 4.0
+"""When the application ends, what is being answered has that long to be finished."""
+ENDED_WITHIN_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,44 @@ def serving(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
     _check_gateway(file)  # before the long work
     workers = start_workers(file, progress)
     try:
-        yield _serve_gateway(file, workers, progress)
+        url = _run_gateways(file, [worker.info.name for worker in workers], progress)
+        yield Serving(url, _served_name(file), tuple(workers))
     finally:
         progress("stopping the gateway and the workers")
-        with contextlib.suppress(Exception):
-            serve.shutdown()
-        stop_workers([worker.handle for worker in workers])
+        _stop(workers)
+
+
+def update(file: ClusterFile, progress: Progress) -> None:
+    """Replace the gateways of the running application, one after the other, by such as the file says now.
+
+    No request is lost: a new replica listens before an old one takes no more, and that one answers what it
+    has taken. Workers stay as they are. Returns when all new replicas serve; old ones may still be
+    answering, for up to ``DRAIN_S``.
+
+    Raises ``StartError`` if nothing is served, or the new gateways do not come up.
+    """
+    asked = [ask.name for ask in file.asks()]
+    found = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if _is_worker(actor)}
+    if found != set(asked):
+        raise StartError(
+            f"the cluster's workers are {', '.join(sorted(found)) or 'none'}, the file's {', '.join(asked)}: "
+            f"an update replaces gateways only; start the application with `handoff serve`"
+        )
+    _run_gateways(file, asked, progress)
+
+
+def _stop(workers: Sequence[PlacedWorker]) -> None:
+    """Gateways may finish what they are answering for a while; without workers, that ends."""
+    ending = threading.Thread(target=_shutdown, name="serve.shutdown", daemon=True)
+    ending.start()
+    ending.join(GRACEFUL_S)
+    stop_workers([worker.handle for worker in workers])
+    ending.join(ENDED_WITHIN_S)
+
+
+def _shutdown() -> None:
+    with contextlib.suppress(Exception):
+        serve.shutdown()
 
 
 def _check_gateway(file: ClusterFile) -> None:
@@ -80,13 +116,13 @@ def _routing(file: ClusterFile) -> Routing:
     return Routing(file.router.mode, file.router.shadow, slo(file.slo), classes)
 
 
-def _serve_gateway(file: ClusterFile, workers: list[PlacedWorker], progress: Progress) -> Serving:
-    name = _served_name(file)
+def _run_gateways(file: ClusterFile, workers: Sequence[str], progress: Progress) -> str:
+    """Bring up the gateways, or replace those that are there; return their URL."""
     spec = GatewaySpec(
         model=file.model,
-        served_name=name,
+        served_name=_served_name(file),
         engine=dict(file.engine),
-        workers=tuple(worker.info.name for worker in workers),
+        workers=tuple(workers),
         recompute=(file.recompute.tokens_per_s, file.recompute.burst_s),
         routing=_routing(file),
         options=dict(file.gateway.options),
@@ -101,10 +137,14 @@ def _serve_gateway(file: ClusterFile, workers: list[PlacedWorker], progress: Pro
         name="gateway",
         num_replicas=file.gateway.replicas,
         user_config={"host": file.gateway.host, "port": file.gateway.port},
-        graceful_shutdown_timeout_s=GRACEFUL_S + 1,
+        graceful_shutdown_timeout_s=DRAIN_S + 10,
+        max_surge_percent=100,  # an update starts a replica before it stops one
         ray_actor_options={"num_cpus": 1, "resources": {GATEWAY: 1}},
     )
-    serve.run(deployment.bind(spec), name=APP, route_prefix="/", blocking=False)
+    try:
+        serve.run(deployment.bind(spec), name=APP, route_prefix="/", blocking=False)
+    except RuntimeError as error:
+        raise StartError(f"the gateways did not come up: {error}") from error
     url = f"http://{file.gateway.host}:{file.gateway.port}"
-    progress(f"serving {name} at {url}/v1")
-    return Serving(url, name, tuple(workers))
+    progress(f"serving {_served_name(file)} at {url}/v1")
+    return url

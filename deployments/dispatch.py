@@ -50,6 +50,7 @@ class Flight:
         emitted: output tokens that have been passed on.
         held: outputs of decode that arrived before the first token did.
         paid: prompt tokens of this try that were taken from the budget.
+        repeated: of what has been passed on, what an attempt that started anew must still produce again.
 
     """
 
@@ -59,6 +60,7 @@ class Flight:
     attempt: int = 0
     emitted: list[int] = field(default_factory=list)
     held: list[EngineCoreOutput] = field(default_factory=list)
+    repeated: list[int] = field(default_factory=list)
     prefilling: bool = False
     paid: int = 0
 
@@ -224,7 +226,7 @@ class Dispatcher:
             tier_tokens=0,
             attempts=flight.attempt + 1,
         )
-        whole = split.continued(flight.request, flight.emitted)
+        whole = split.continued(flight.request, [] if flight.repeated else flight.emitted)
         if not flight.divided:
             self._send(flight, prefill, whole, None)
             return
@@ -307,6 +309,8 @@ class Dispatcher:
         return self._pass_on(flight, [output, *held])
 
     def _pass_on(self, flight: Flight, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        if flight.repeated:
+            outputs = self._repeat(flight, outputs)
         for output in outputs:
             self.planner.passed(flight.engine_id, len(output.new_token_ids))
             if not flight.emitted:
@@ -316,6 +320,25 @@ class Dispatcher:
             if output.finish_reason is not None:
                 self._drop(flight, whole=True)
         return outputs
+
+    def _repeat(self, flight: Flight, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """Of an attempt that started anew, drop what has been passed on before; return what is new."""
+        for position, output in enumerate(outputs):
+            if not flight.repeated:
+                return outputs[position:]
+            tokens = output.new_token_ids
+            if tokens != flight.repeated[: len(tokens)] or output.finish_reason is not None:
+                self._abandon(flight)
+                reason = flight.record.facts.get("failure")
+                self._fail(
+                    flight.request.request_id,
+                    RequestLost(
+                        f"{reason}; computed again, other tokens came: it cannot be continued elsewhere"
+                    ),
+                )
+                return []
+            del flight.repeated[: len(tokens)]
+        return []
 
     def _add_events(self, flight: Flight, output: EngineCoreOutput, role: str) -> None:
         """Give vLLM's statistics the request's queue times, on this process's clock."""
@@ -351,8 +374,12 @@ class Dispatcher:
             self._fail(request_id, RequestLost(f"request {request_id} failed {MAX_ATTEMPTS} times: {reason}"))
             return
         if flight.emitted and (split.choose(flight.request).mode is not Mode.FIRST_TOKEN):
-            self._fail(request_id, RequestLost(f"{reason}; its sampling state cannot be continued elsewhere"))
-            return
+            if not split.repeatable(flight.request.params):
+                self._fail(
+                    request_id, RequestLost(f"{reason}; its sampling state cannot be continued elsewhere")
+                )
+                return
+            flight.repeated = list(flight.emitted)
         flight.attempt += 1
         try:
             flight.plan = self._alone(flight, f"after a failure: {reason}")
@@ -369,7 +396,8 @@ class Dispatcher:
                 ),
             )
             return
-        if (why := self._unsafe(flight.request, flight.emitted)) is not None:
+        said = [] if flight.repeated else flight.emitted
+        if (why := self._unsafe(flight.request, said)) is not None:
             self._fail(request_id, RequestLost(f"{reason}; {why}"))
             return
         logger.warning("request %s: %s; trying again on %s", request_id, reason, flight.route.decode)
@@ -377,7 +405,7 @@ class Dispatcher:
 
     def _alone(self, flight: Flight, reason: str) -> Plan:
         """Where to compute everything: the decode worker that it was routed to, unless that one is lost."""
-        whole = split.continued(flight.request, flight.emitted)
+        whole = split.continued(flight.request, [] if flight.repeated else flight.emitted)
         plan = self.planner.plan(whole, Split(Mode.UNDIVIDED, reason))
         name, cause = flight.route.decode, "retry"
         worker = self._workers[name]

@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 CONNECTED_WITHIN_S = 120.0
 """A worker that is being restarted has that long to load its model."""
 KEEP_ALIVE_S = 60
-GRACEFUL_S = 4
-"""How long a replica that is being stopped goes on answering; Serve ends it a second later."""
+DRAIN_S = 600
+"""How long a replica that is being replaced goes on answering what it has taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def uvicorn_config(app: Any, limits: Limits) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACEFUL_S,
+        timeout_graceful_shutdown=DRAIN_S,
     )
 
 

@@ -8,12 +8,30 @@ from collections.abc import Iterator
 import ray
 
 from cluster.connect import connect, join
+from cluster.errors import NotRunningError
 from cluster.file import ClusterFile
 from cluster.local import held, running
 from cluster.nodes import wait_for_nodes
 from cluster.ray_up import HOSTS_TOKEN
-from deployments.app import Serving, serving
+from deployments.app import Serving, serving, update
 from deployments.place import Progress
+
+
+def replace_gateways(file: ClusterFile, progress: Progress) -> None:
+    """Replace the gateways of the cluster that serves ``file``; see ``deployments.app.update``.
+
+    Raises ``NotRunningError`` if no cluster of that name runs here.
+    """
+    if file.hosts is not None:
+        join(f"{file.hosts.head_address}:{file.hosts.port}", HOSTS_TOKEN)
+    elif (cluster := running(file.name)) is not None:
+        connect(cluster)
+    else:
+        raise NotRunningError(f"no cluster called {file.name!r} runs here; serve it with: handoff serve FILE")
+    try:
+        update(file, progress)
+    finally:
+        ray.shutdown()
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ SCHEDULED_WITHIN_S = 10.0
 """A worker that Ray has not started by then never will: what it needs has gone since it was placed."""
 STARTED_WITHIN_S = 600.0
 CONNECTED_WITHIN_S = 60.0
-RESTARTS = 3
+RESTARTS = -1
+"""Without end: a worker may die once a week for years, and an engine that does not start ends nothing."""
 
 
 @dataclass(frozen=True, slots=True)

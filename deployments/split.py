@@ -85,6 +85,11 @@ def _sampling_state(params: SamplingParams) -> str | None:
     return next((name for name, keeps in stateful.items() if keeps), None)
 
 
+def repeatable(params: SamplingParams) -> bool:
+    """Return whether the same request, computed again from its start, gives the same tokens."""
+    return params.temperature == 0 or params.seed is not None
+
+
 def prefill_part(request: EngineCoreRequest, mode: Mode) -> EngineCoreRequest:
     """Return what the prefill worker is asked: the prompt's KV, and one token."""
     part = copy(request)

@@ -26,7 +26,7 @@ def option(argv: tuple[str, ...], name: str) -> str:
 def test_the_head_comes_first_and_takes_no_workers() -> None:
     head = launches(TWO, Path("/t"), PORTS, [0])[0]
     assert (head.name, head.address) == ("head", "127.0.0.2")
-    assert json.loads(option(head.argv, "resources")) == {"gateway": 1}
+    assert json.loads(option(head.argv, "resources")) == {"gateway": 2}  # one more than replicas
     assert option(head.argv, "port") == "1"
 
 

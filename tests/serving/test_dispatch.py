@@ -215,13 +215,53 @@ async def test_a_lost_decode_worker_is_replaced_where_nothing_is_lost_with_it(pa
 
 @scenario
 async def test_a_sampling_state_that_is_lost_is_an_error(pair: Pair) -> None:
-    await pair.submit(seed=1, temperature=1.0)
+    await pair.submit(presence_penalty=0.5, temperature=1.0)
     await pair.output(pair.p, 1, end=FinishReason.LENGTH)
     assert pair.tokens == []  # prefill's token is not an answer
     await pair.output(pair.d, 7)
     await pair.lose(pair.d)
     (error,) = pair.failures
     assert "cannot be continued" in str(error)
+    assert pair.idle()
+
+
+STATEFUL: list[dict[str, Any]] = [
+    {"seed": 1, "temperature": 1.0},
+    {"presence_penalty": 0.5, "temperature": 0.0},
+]
+
+
+@pytest.mark.parametrize("params", STATEFUL, ids=str)
+def test_what_can_be_repeated_is_computed_again_and_goes_on(params: dict[str, Any]) -> None:
+    @scenario
+    async def repeated(pair: Pair) -> None:
+        await pair.submit(**params)
+        for token in (7, 8, 9):
+            await pair.output(pair.d, token)
+        await pair.lose(pair.d)
+        assert pair.p.prompts[-1] == [11, 12, 13, 14]
+        for token in (7, 8, 9):
+            await pair.output(pair.p, token, attempt=1)
+            assert pair.tokens == [7, 8, 9]
+        await pair.output(pair.p, 10, end=FinishReason.LENGTH, attempt=1)
+        assert pair.tokens == [7, 8, 9, 10]
+        assert pair.failures == []
+        assert pair.idle()
+
+    repeated()
+
+
+@scenario
+async def test_what_is_not_the_same_again_is_an_error(pair: Pair) -> None:
+    await pair.submit(**STATEFUL[0])
+    for token in (7, 8):
+        await pair.output(pair.d, token)
+    await pair.lose(pair.d)
+    await pair.output(pair.p, 7, attempt=1)
+    await pair.output(pair.p, 5, attempt=1)
+    (error,) = pair.failures
+    assert "other tokens came" in str(error)
+    assert pair.tokens == [7, 8]
     assert pair.idle()
 
 
