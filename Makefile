@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 PACKAGES := handoff experiments deployments actors cluster kv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test rayup-test check format bench-serve bench-kv bench-goodput lock clean
+.PHONY: help setup demo test rayup-test check format bench-serve bench-kv bench-goodput chaos lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ bench-kv: setup ## KV from cache to cache over every transport, against the link
 
 bench-goodput: setup ## Router modes under open-loop load, simulated and fake engines: results/bench-goodput.json
 	$(BIN)/handoff bench goodput $(ARGS)
+
+chaos: setup ## Kill, damage and cut while 10,000 requests run on the fake engine: nothing may be lost (ARGS=--seed 7)
+	$(BIN)/handoff chaos $(ARGS)
 
 lock: $(UV) ## Compile the pinned requirements from pyproject.toml
 	$(UV) pip compile -q pyproject.toml --extra cpu --extra nixl --extra dev --python-version 3.11 \

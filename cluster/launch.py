@@ -1,7 +1,7 @@
 """What has to be started for a cluster file on one machine: commands and environments, as plain values.
 
 Ray's own services, Serve's controller and the gateway get a node of their own, the head. It has a small
-object store, and as many CPUs and `gateway` units as there are gateway replicas. So no worker competes with
+object store, and CPUs and `gateway` units for the gateway's replicas. So no worker competes with
 them for the CPUs of its node, and the death of any node of the file leaves the cluster standing.
 
 Every node has an address of its own in 127.0.0.0/8 (all of which is local on Linux). `ray start` replaces
@@ -179,9 +179,14 @@ def offer(file: ClusterFile, node: Node, gateways: int = 0) -> tuple[str, ...]:
     )
 
 
+def gateway_units(file: ClusterFile) -> int:
+    """Room on the head: for the gateway's replicas, and one more, so that they can be replaced one by one."""
+    return file.gateway.replicas + 1
+
+
 def head_offer(file: ClusterFile) -> tuple[str, ...]:
-    """What a head brings that is no node of the file: room for the gateway's replicas, and for one to come."""
-    units = file.gateway.replicas + 1
+    """What a head brings that is no node of the file: room for the gateway's replicas."""
+    units = gateway_units(file)
     return (
         f"--num-cpus={units}",
         "--num-gpus=0",

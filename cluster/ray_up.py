@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from cluster.errors import ClusterFileError
 from cluster.file import ClusterFile, Hosts, Node
-from cluster.launch import NODE_NAME, RAY_ENVIRONMENT, head_offer, offer
+from cluster.launch import NODE_NAME, RAY_ENVIRONMENT, gateway_units, head_offer, offer
 from cluster.names import HEAD
 
 ENVIRONMENT: Final = {
@@ -55,7 +55,7 @@ def _start_head(file: ClusterFile, hosts: Hosts) -> str:
         f"--port={hosts.port}",
         "--include-dashboard=false",
         "--autoscaling-config=~/ray_bootstrap_config.yaml",
-        *(offer(file, nodes[0], file.gateway.replicas) if nodes else head_offer(file)),
+        *(offer(file, nodes[0], gateway_units(file)) if nodes else head_offer(file)),
     )
     return _start(hosts, nodes[0].name if nodes else HEAD, hosts.head_address, argv)
 

@@ -216,4 +216,14 @@ def families(workers: Sequence[Seen]) -> Iterator[Metric]:
             counter.add_metric(labels, getattr(stats, field))
         for name, count in stats.tier.items():
             tier[name].add_metric(labels, count)
-    yield from (up, blocks, rungs, nbytes, failed, rates, *gauges.values(), *counters.values(), *tier.values())
+    yield from (
+        up,
+        blocks,
+        rungs,
+        nbytes,
+        failed,
+        rates,
+        *gauges.values(),
+        *counters.values(),
+        *tier.values(),
+    )

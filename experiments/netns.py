@@ -78,6 +78,22 @@ class Node:
         """Take this node's end of its link down: nothing leaves, nothing arrives, nobody is told."""
         _run(*self.prefix, "ip", "link", "set", DEVICE, "down")
 
+    def drop(self, port: int) -> None:
+        """Drop every TCP packet that comes here from a port or for it; nobody is told."""
+        # What is for this node itself is looked up first of all, so that rule makes place.
+        _run(*self.prefix, "ip", "rule", "add", "pref", "10", "lookup", "local")
+        for end in ("dport", "sport"):
+            _run(
+                *self.prefix, "ip", "rule", "add", "pref", "5", "ipproto", "tcp", end, str(port), "blackhole"
+            )
+        _run(*self.prefix, "ip", "rule", "delete", "pref", "0")
+
+    def pass_all(self) -> None:
+        """Undo ``drop``."""
+        _run(*self.prefix, "ip", "rule", "add", "pref", "0", "lookup", "local")
+        for pref in ("5", "5", "10"):
+            _run(*self.prefix, "ip", "rule", "delete", "pref", pref)
+
     def mend(self) -> None:
         """Bring it up again."""
         _run(*self.prefix, "ip", "link", "set", DEVICE, "up")

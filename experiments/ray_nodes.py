@@ -11,7 +11,7 @@ from typing import Final
 
 import psutil
 
-from cluster.launch import AGENT_PORTS, UNWANTED, cluster_environment
+from cluster.launch import AGENT_PORTS, NODE_NAME, UNWANTED, cluster_environment
 from cluster.network import free_ports
 from experiments.children import Child, ChildError, child
 
@@ -47,11 +47,17 @@ class RayNodes:
 
 
 @contextlib.contextmanager
-def ray_nodes(places: Sequence[tuple[str, Sequence[str]]], object_store: int) -> Iterator[RayNodes]:
+def ray_nodes(
+    places: Sequence[tuple[str, Sequence[str]]],
+    object_store: int,
+    options: Sequence[Sequence[str]] = (),
+    names: Sequence[str] = (),
+) -> Iterator[RayNodes]:
     """Start one node at each (address, command prefix), the first being the head; end them after the block.
 
     Token authentication is on. ``object_store`` is in bytes, for each node, all of it in memory from the
-    start. Raises ``ChildError`` if a node ends or is late.
+    start; ``options`` go to `ray start` on each, later ones winning; ``names`` are what the nodes' processes
+    find in ``NODE_NAME``. Raises ``ChildError`` if a node ends or is late.
     """
     with contextlib.ExitStack() as stack:
         # Unix socket paths end at 107 bytes, and Ray's own part takes about 70 of them.
@@ -81,8 +87,10 @@ def ray_nodes(places: Sequence[tuple[str, Sequence[str]]], object_store: int) ->
                 *("--num-cpus=1", "--num-gpus=0", "--min-worker-port=0", "--max-worker-port=0"),
                 *(f"--{option}={port}" for option, port in zip(AGENT_PORTS, agents, strict=False)),
                 *("--include-log-monitor=false", "--disable-usage-stats", "--log-style=record"),
+                *(options[index] if options else ()),
             ]
-            node = stack.enter_context(child(f"ray-{index}", argv, environment, prefix=prefix))
+            named = {**environment, NODE_NAME: names[index]} if names else environment
+            node = stack.enter_context(child(f"ray-{index}", argv, named, prefix=prefix))
             _wait_for(node)
             nodes.append(node)
         yield RayNodes(head, environment, nodes)

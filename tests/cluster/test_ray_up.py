@@ -82,7 +82,7 @@ def test_each_machine_starts_as_its_node(tmp_path: Path) -> None:
 def test_a_head_of_its_own_takes_no_workers(tmp_path: Path) -> None:
     rendered = ray_up(ClusterFile.model_validate(hosts(env={"FOO": "it's"})))
     words = run_as(tmp_path, rendered["head_start_ray_commands"][-1], "10.9.0.1").stdout
-    assert '--resources={"gateway": 1}' in words.splitlines()
+    assert '--resources={"gateway": 2}' in words.splitlines()
     assert f"--memory={HEAD_MEMORY}" in words.splitlines()
     assert "FOO='it'\"'\"'s'" in rendered["head_start_ray_commands"][-1]
 

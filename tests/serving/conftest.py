@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import faulty_worker
 import pytest
 import ray
 from asking import Endpoint
@@ -20,6 +19,7 @@ from deployments import place
 from deployments.app import Serving
 from deployments.app import serving as serve
 from experiments import models
+from experiments.faulty_worker import FaultyWorker
 from experiments.s3_server import S3Server
 
 if TYPE_CHECKING:
@@ -83,9 +83,8 @@ def cluster(file: ClusterFile, s3: S3Server) -> Iterator[LocalCluster]:
 @pytest.fixture(scope="session")
 def serving(file: ClusterFile, cluster: LocalCluster) -> Iterator[Serving]:
     """The application on those nodes."""
-    ray.cloudpickle.register_pickle_by_value(faulty_worker)  # workers cannot import it
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "Worker", faulty_worker.FaultyWorker)
+        patch.setattr(place, "Worker", FaultyWorker)
         with serve(file, print) as running:
             yield running
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from asking import Endpoint, until
 from comparing import prompt
-from storm import plans, storm
 from test_storm import STARTED_WITHIN_S, VOCAB, answers, cluster_file, errors
 
 from actors.fake_kv import continuation
 from experiments.children import child
+from experiments.storm import plans, storm
 
 pytestmark = [pytest.mark.cluster]
 

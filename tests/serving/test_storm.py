@@ -14,12 +14,12 @@ import httpx
 import pytest
 from asking import Endpoint, until
 from comparing import equal_but_for_ties, prompt
-from storm import Outcome, plans, storm
 from undivided import Undivided
 
 from actors.fake_kv import continuation
 from cluster.network import free_ports
 from experiments.children import Child, child
+from experiments.storm import Outcome, errors, plans, storm
 
 pytestmark = [pytest.mark.cluster]
 
@@ -87,11 +87,6 @@ def stages(outcomes: list[Outcome]) -> Counter[str]:
         else "left amid the answer"
         for outcome in outcomes
     )
-
-
-def errors(outcomes: list[Outcome]) -> Counter[str]:
-    """What went wrong, and how often."""
-    return Counter(outcome.error for outcome in outcomes if outcome.error is not None)
 
 
 def test_a_divided_answer_is_the_fake_engines(fake: Endpoint) -> None:
