@@ -23,7 +23,7 @@ from deployments.budget import Budget
 from deployments.errors import NoWorker, Overloaded, RequestLost
 from deployments.ledger import Record
 from deployments.planner import Plan, Planner, facts_of
-from deployments.router import NO_SLO, Route, Slo
+from deployments.router import NO_SLO, Policy, Route, Slo
 from deployments.split import Mode, Split
 from deployments.worker_client import WorkerClient
 
@@ -145,7 +145,12 @@ class Dispatcher:
         return all(done)
 
     def submit(
-        self, request: EngineCoreRequest, record: Record, slo: Slo = NO_SLO, admitted: bool = False
+        self,
+        request: EngineCoreRequest,
+        record: Record,
+        slo: Slo = NO_SLO,
+        policy: Policy | None = None,
+        admitted: bool = False,
     ) -> None:
         """Route a request and send it off, unless its objectives cannot be met (and it is not ``admitted``).
 
@@ -157,7 +162,7 @@ class Dispatcher:
         """
         chosen = split.choose(request)
         alone_is_unsafe = self._unsafe(request, []) is not None
-        flight = Flight(request, record, self.planner.plan(request, chosen, alone_is_unsafe, slo))
+        flight = Flight(request, record, self.planner.plan(request, chosen, alone_is_unsafe, slo, policy))
         if not flight.divided and (why := self._unsafe(request, [])) is not None:
             raise VLLMValidationError(
                 f"{why}. It is not divided because {flight.route.reason}.", parameter="seed"

@@ -24,6 +24,9 @@ ID_CHARACTERS = 128
 CLASS_HEADER = b"x-handoff-class"
 """Names the class of a request, whose objectives are in the cluster file (``slo.classes``)."""
 
+MODE_HEADER = b"x-handoff-router"
+"""Routes one request otherwise than the cluster file says (``router.mode``), to compare."""
+
 REFUSED = Counter("handoff_gateway_refused", "Requests that were refused at the door, by status", ("status",))
 
 
@@ -69,17 +72,30 @@ class Edge:
         record.note("arrived")
         if (wanted := given.get(CLASS_HEADER)) is not None:
             record.facts["class"] = wanted.decode("latin-1")
+        if (wanted := given.get(MODE_HEADER)) is not None:
+            record.facts["asked_mode"] = wanted.decode("latin-1")
         record.parent = given.get(b"traceparent", b"").decode("latin-1")
         current.set(record)
         head: Any = None
+        over = False
 
         async def noting(message: Any) -> None:
-            nonlocal head
+            nonlocal head, over
+            if over:
+                return
             if message["type"] == "http.response.start":
                 head = message
                 return
             if message.get("body"):
                 record.note_sent()
+            told = record.facts.get("refused")
+            if head is not None and head["status"] == HTTPStatus.OK and isinstance(told, tuple):
+                over = True  # of a stream that has not begun, so its status can still tell
+                refused = error(*told)
+                headers = [*refused.raw_headers, *extra_headers(record)]
+                await send({**head, "status": refused.status_code, "headers": headers})
+                await send({"type": "http.response.body", "body": refused.body})
+                return
             if head is not None:
                 head["headers"] = [*head.get("headers", ()), *extra_headers(record)]
                 waiting, head = head, None
@@ -155,7 +171,9 @@ class Edge:
         return limited
 
 
-_READ = frozenset({b"x-request-id", b"authorization", b"content-length", b"traceparent", CLASS_HEADER})
+_READ = frozenset(
+    {b"x-request-id", b"authorization", b"content-length", b"traceparent", CLASS_HEADER, MODE_HEADER}
+)
 
 
 def _too_large(most: int) -> str:

@@ -33,7 +33,7 @@ from cluster.file import Limits
 from deployments.dispatch import Dispatcher
 from deployments.errors import AnswerTooLate, Overloaded, Unmeetable
 from deployments.ledger import Ledger, Record, current
-from deployments.router import Slo
+from deployments.router import POLICIES, Policy, Slo
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,7 @@ class ClusterEngineClient(EngineClient):
                 record.facts["error"] = type(error).__name__
             if isinstance(error, (Overloaded, Unmeetable)):
                 record.facts["retry_after_s"] = error.retry_after_s
+                record.facts["refused"] = (int(error.http_status), str(error))
             raise
         finally:
             record.sequences -= sampling_params.n
@@ -161,10 +162,10 @@ class ClusterEngineClient(EngineClient):
         record.note("tokenized")
         record.facts.setdefault("prompt_tokens", len(request.prompt_token_ids or ()))
         self.ledger.keep(record)
-        params, slo = request.params, self._slo(record)
+        params, slo, policy = request.params, self._slo(record), self._policy(record)
         if params.n == 1:
             self.output_processor.add_request(request, text, None, 0, queue)
-            self.dispatcher.submit(request, record, slo)
+            self.dispatcher.submit(request, record, slo, policy)
             return
         parent = ParentRequest(request)
         for index in range(params.n):
@@ -172,7 +173,8 @@ class ClusterEngineClient(EngineClient):
             child = copy(request)
             child.request_id, child.sampling_params = child_id, child_params
             self.output_processor.add_request(child, text, parent, index, queue)
-            self.dispatcher.submit(child, record if index == 0 else Record(child_id), slo, admitted=index > 0)
+            own = record if index == 0 else Record(child_id)
+            self.dispatcher.submit(child, own, slo, policy, admitted=index > 0)
 
     def _slo(self, record: Record) -> Slo:
         """Return the objectives of a request's class."""
@@ -184,6 +186,15 @@ class ClusterEngineClient(EngineClient):
             raise VLLMValidationError(
                 f"X-Handoff-Class is {name!r}; the cluster file's slo.classes has: {known}"
             ) from None
+
+    def _policy(self, record: Record) -> Policy | None:
+        """Return the router mode that a request asks for by its header, if it does."""
+        if (asked := record.facts.get("asked_mode")) is None:
+            return None
+        for policy in POLICIES:
+            if asked == policy:
+                return policy
+        raise VLLMValidationError(f"X-Handoff-Router is {asked!r}; valid: {', '.join(POLICIES)}")
 
     def _deliver(self, outputs: list[EngineCoreOutput]) -> list[str]:
         """Detokenise and queue outputs; return requests that a stop string has ended."""

@@ -19,7 +19,17 @@ from actors.messages import LoadReport, WorkerInfo
 from actors.steps import PRIOR, StepModel
 from deployments.estimates import Quantile
 from deployments.prefixes import Prefixes, chain
-from deployments.router import EXACT, SHARE_DECAY_S, Ask, Link, Prediction, Route, Snapshot, WorkerState
+from deployments.router import (
+    COLUMNS,
+    EXACT,
+    SHARE_DECAY_S,
+    Ask,
+    Link,
+    Prediction,
+    Route,
+    Snapshot,
+    WorkerState,
+)
 
 KEPT_WEIGHT: Final = 0.2
 LEAST_KEPT: Final = 0.1
@@ -51,6 +61,8 @@ class _Seen:
         self.info, self.alive = info, True
         self.report: LoadReport | None = None
         self.tokens, self.seconds, self.context, self.need = 0.0, 0.0, 0.0, 0.0
+        self.writes = 0.0
+        """Tokens of prompts and answers of those that decode here."""
         self.waiting = self.running = 0
         self.starting = 0
         """Of those that decode here, how many have no first token yet."""
@@ -75,6 +87,7 @@ class _Seen:
             decoding=self.running - self.starting + running,
             running=self.running + running,
             context=self.context + context,
+            length=max(2.0, 2 * (self.writes - self.context) / self.running) if self.running else 2.0,
             free_tokens=info.kv_blocks * info.layout.block_size - self.need - context - tokens,
             slots=info.slots,
             chunk=info.chunk,
@@ -99,7 +112,7 @@ class Fleet:
         self._index: dict[str, int] = {}
         self._jobs: dict[str, _Job] = {}
         self._states: list[WorkerState] = []
-        self._table = np.zeros((11, 0))
+        self._table = np.zeros((COLUMNS, 0))
         self._stale: set[int] = set()
         self._links: dict[tuple[int, int], Link] = {}
         self._fixed: dict[tuple[int, int], Quantile] = {}
@@ -121,7 +134,7 @@ class Fleet:
         self._stale.add(len(self._seen))
         self._seen.append(_Seen(info))
         self._states.append(self._seen[-1].state())
-        self._table = np.concatenate([self._table, np.zeros((11, 1))], axis=1)
+        self._table = np.concatenate([self._table, np.zeros((COLUMNS, 1))], axis=1)
         layout = info.layout
         self.block = max(self.block, layout.block_size)
         self.kv_bytes = layout.layers * layout.block_bytes / layout.block_size
@@ -220,6 +233,7 @@ class Fleet:
         writer.starting += 1
         writer.context += job.context
         writer.need += job.need
+        writer.writes += job.need
         if decode != prefill:
             there.need += ask.prompt
         self.prefixes.add(blocks, prefill)
@@ -269,6 +283,7 @@ class Fleet:
         writer.running -= 1
         writer.context -= job.context
         writer.need -= job.need
+        writer.writes -= job.need
         self._stale.add(job.decode)
 
     def _end_prefill(self, job: _Job) -> None:

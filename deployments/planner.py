@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 OUTPUT: Final = 128.0
 """Tokens that an answer is taken to have until some have ended."""
-MARGIN: Final = 1.1
-MOST_MARGIN: Final = 3.0
+MOST_MARGIN: Final = 2.0
+TELLING_TOKENS: Final = 16
+"""Shorter answers say little of the time per token: one step of another's prompt is most of it."""
 TELLING: Final = 0.25
 """Predictions above this share of an objective tell how far they are to be trusted near it."""
 
@@ -85,8 +86,8 @@ class Planner:
         self.fleet = Fleet(clock)
         self._output = Mean(OUTPUT)
         self._margins = (
-            Quantile(0.8, MARGIN, 1.0, MOST_MARGIN),
-            Quantile(0.8, MARGIN, 1.0, MOST_MARGIN),
+            Quantile(0.5, 1.0, 1.0, MOST_MARGIN),
+            Quantile(0.5, 1.0, 1.0, MOST_MARGIN),
         )
         self._trips: dict[str, Trip] = {}
 
@@ -95,9 +96,14 @@ class Planner:
         return self.routing.slo if name is None else self.routing.classes[name]
 
     def plan(
-        self, request: EngineCoreRequest, chosen: Split, must_divide: bool = False, slo: Slo = NO_SLO
+        self,
+        request: EngineCoreRequest,
+        chosen: Split,
+        must_divide: bool = False,
+        slo: Slo = NO_SLO,
+        policy: Policy | None = None,
     ) -> Plan:
-        """Decide where a request goes.
+        """Decide where a request goes; by ``policy``, or as the options say.
 
         Raises:
             NoWorker: none is alive.
@@ -109,7 +115,8 @@ class Planner:
             request.cache_salt or "",
         )
         snapshot = self.fleet.snapshot()
-        taken = route(snapshot, ask, "always" if self.routing.shadow else self.routing.policy)
+        usual: Policy = "always" if self.routing.shadow else self.routing.policy
+        taken = route(snapshot, ask, policy or usual)
         shadow = route(snapshot, ask) if self.routing.shadow else None
         return Plan(taken, ask, blocks, shadow)
 
@@ -168,7 +175,7 @@ class Planner:
         if trip is None or not whole or trip.first_at is None:
             return
         self._output.saw(trip.tokens)
-        if trip.tokens > 1:
+        if trip.tokens >= TELLING_TOKENS:
             self._observe(1, (self._clock() - trip.first_at) / (trip.tokens - 1), trip)
 
     def _observe(self, which: int, seconds: float, trip: Trip) -> None:

@@ -21,6 +21,7 @@ from deployments.errors import NoWorker
 from deployments.split import Mode
 
 Policy = Literal["adaptive", "always", "never", "replicas"]
+POLICIES: Final[tuple[Policy, ...]] = ("adaptive", "always", "never", "replicas")
 
 EXACT: Final = 6
 """Up to so many workers, every way is looked at."""
@@ -35,6 +36,8 @@ LATE_FROM: Final = 0.8
 """From this share of an objective on, being later costs more ..."""
 LATE_COST: Final = 20.0
 """... by this factor."""
+MISSED: Final = 5.0
+"""What missing an objective costs, in shares of it."""
 FULL: Final = 1e3
 """Stands in a bound for having no room."""
 GAIN: Final = 0.05
@@ -78,6 +81,7 @@ class WorkerState:
         decoding: sequences that decode now.
         running: sequences that decode there now or will, all that were sent there and have not ended.
         context: tokens in the context of those.
+        length: tokens of their answers, on average.
         free_tokens: room in its KV cache, beyond what those that were sent there will need.
         slots: sequences that its scheduler runs at once.
         chunk: tokens that a step computes at most.
@@ -96,6 +100,7 @@ class WorkerState:
     decoding: int = 0
     running: int = 0
     context: float = 0.0
+    length: float = 100.0
     free_tokens: float = 1e9
     slots: int = 256
     chunk: int = 2048
@@ -117,28 +122,24 @@ class WorkerState:
         return max(whole * 0.05, whole - max(0.0, now - self.busy_since))
 
     def row(self) -> tuple[float, ...]:
-        """What the bounds of many workers are computed from; see ``_COLUMNS``."""
+        """What bounds for many workers are computed from at once; see ``_candidates``."""
+        dead = 0.0 if self.alive else math.inf
         room = self.running < self.slots and self.free_tokens > 0
+        felt = 1 + self.decoding
         after = self.step.decode_s(self.running + 1, self.context)
         return (
-            0.0 if self.alive else math.inf,
-            0.0 if room else FULL,
-            1.0 if self.role == "prefill" else 0.0,
-            self.queue_s(self.at),
-            self.step_s / self.chunk + self.step.token,
-            self.step.token_context / 2,
-            self.decoding,
-            after / (1 - min(MOST_SHARE, self.share)),
-            self.running * self.step.sequence,
+            dead + self.queue_s(self.at),
+            (self.step_s / self.chunk + self.step.token) * felt,
+            self.step.token_context / 2 * felt,
+            after / (1 - min(MOST_SHARE, self.share)) + self.running * self.step.sequence,
             self.running * self.step.context,
-            self.free_tokens,
+            dead + (0.0 if room else FULL),
+            0.0 if self.role == "prefill" else math.inf,
+            0.0 if self.role == "decode" else math.inf,
         )
 
 
-_COLUMNS: Final = 11
-_DEAD, _FULL, _PREFILLS, _QUEUE, _TOKEN, _SQUARE, _DECODING, _STEP, _CROWD, _CROWD_TOKEN, _FREE = range(
-    _COLUMNS
-)
+COLUMNS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Snapshot:
     @classmethod
     def of(cls, workers: Sequence[WorkerState], **others: object) -> Snapshot:
         """Return a snapshot of workers, with its table made from them."""
-        table = np.array([worker.row() for worker in workers], np.float64).reshape(-1, _COLUMNS).T.copy()
+        table = np.array([worker.row() for worker in workers], np.float64).reshape(-1, COLUMNS).T.copy()
         return cls(tuple(workers), table, **others)  # type: ignore[arg-type]
 
 
@@ -303,18 +304,11 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> tuple[list[int], list[int], lis
         prefills = [i for i in alive if workers[i].role == "prefill"]
         decodes = [i for i in alive if workers[i].role == "decode"]
         return decodes + prefills, prefills, decodes
-    table, held = snapshot.table, _holders(snapshot, ask)
-    own = (table[_TOKEN] + table[_SQUARE] * ask.prompt) * ask.prompt
-    delay = table[_DEAD] + table[_QUEUE] + own * (1 + table[_DECODING])
-    write = table[_STEP] + table[_CROWD] + table[_CROWD_TOKEN] * ask.prompt
-    write *= max(1.0, ask.output - 1)
-    write += table[_DEAD] + np.where(table[_FREE] > ask.prompt, table[_FULL], FULL)
-    prefills = table[_PREFILLS] > 0
-    return (
-        _few(delay + write, held),
-        _few(np.where(prefills, delay, math.inf), held),
-        _few(np.where(prefills, math.inf, write), held),
-    )
+    held, length = _holders(snapshot, ask), max(1.0, ask.output - 1)
+    queue, token, square, step, crowd, room, not_prefill, not_decode = snapshot.table
+    delay = queue + (token + square * ask.prompt) * ask.prompt
+    write = (step + crowd * ask.prompt) * length + room
+    return _few(delay + write, held), _few(delay + not_prefill, held), _few(write + not_decode, held)
 
 
 def _few(cost: Array, held: Sequence[int]) -> list[int]:
@@ -356,11 +350,20 @@ class _Fill(NamedTuple):
 
 
 class _Write(NamedTuple):
-    """An answer on a worker: seconds until there is room, per token, and added to others' answers."""
+    """An answer on a worker.
+
+    Attributes:
+        room: seconds until there is room.
+        tpot: seconds per token.
+        crowd: seconds by which it makes others' answers longer.
+        risk: how probably prompts that are computed meanwhile make it miss its objective.
+
+    """
 
     room: float
     tpot: float
     crowd: float
+    risk: float = 0.0
 
 
 class _Costs:
@@ -381,6 +384,11 @@ class _Costs:
         fill = self._fill(index)
         write = _Write(0.0, 0.0, 0.0) if self._ask.one_token else self._write(index)
         ttft = self._of.overhead_s + fill.queue + write.room + fill.own
+        if self._ask.slo.tpot_s is not None:
+            # Prompts that come while it waits are computed when it writes.
+            worker = self._of.workers[index]
+            risk = self._risk(worker, worker.step_s, self._length, 0.0, fill.queue + fill.own)
+            write = write._replace(risk=risk)
         return self._weigh(index, index, fill, write, ttft, write.tpot, 0.0)
 
     def pair(self, prefill: int, decode: int) -> _Way:
@@ -445,7 +453,8 @@ class _Costs:
         """
         slo, length = self._ask.slo, self._length
         cost = _value(ttft, slo.ttft_s, 1.0) + _value(tpot, slo.tpot_s, length) + fill.harm
-        cost += write.crowd if slo.tpot_s is None else write.crowd / length / slo.tpot_s
+        crowd = write.crowd if slo.tpot_s is None else write.crowd / length / slo.tpot_s
+        cost += crowd + MISSED * write.risk
         meets = fill.meets and _within(ttft, slo.ttft_s) and _within(tpot, slo.tpot_s)
         return _Way(prefill, decode, fill.full or write.room > 0, cost, meets, ttft, tpot, handover)
 
@@ -467,7 +476,10 @@ class _Costs:
             after = before + added / self._length
             held = step_s / (1 - min(MOST_SHARE, share + added / SHARE_DECAY_S))
             meets = max(after, held) <= objective
-            harm = worker.decoding * (_value(after, objective, 1.0) - _value(before, objective, 1.0))
+            theirs = worker.length - 1
+            risk = self._risk(worker, step_s, theirs, added) - self._risk(worker, step_s, theirs, 0.0)
+            harm = _value(after, objective, 1.0) - _value(before, objective, 1.0) + MISSED * risk
+            harm *= worker.decoding
         full = worker.running >= worker.slots or worker.free_tokens < ask.prompt
         queue = worker.queue_s(self._of.now)
         found = self._fills[index] = _Fill(queue, added + steps * step_s, steps, added, harm, meets, full)
@@ -486,11 +498,41 @@ class _Costs:
         too_many = max(running + 1 - worker.slots, math.ceil(missing / each))
         # They end one after the other, one in each such part of the time that an answer takes.
         room = max(0, too_many) * tpot * ask.output / max(1, running)
-        found = self._writes[index] = _Write(room, tpot, crowd)
+        risk = self._risk(worker, step_s, self._length, 0.0)
+        found = self._writes[index] = _Write(room, tpot, crowd, risk)
         return found
+
+    def _risk(
+        self, worker: WorkerState, step_s: float, length: float, stalled: float, waits: float = 0.0
+    ) -> float:
+        """Return how probably an answer of ``length`` steps is stalled beyond its objective by prompts.
+
+        Prompts are taken to come at random, as long as the present one, at the rate that gives the worker's
+        ``share``; those that come while it is written must be more than it can bear, less ``stalled``.
+        """
+        objective = self._ask.slo.tpot_s
+        if objective is None:
+            return 0.0
+        unit = worker.step.prefill_s(self._ask.prompt, 0)
+        share = min(MOST_SHARE, self._share(worker))
+        expected = share / (1 - share) * (waits + length * step_s) / unit
+        return _poisson_tail(math.ceil(((objective - step_s) * length - stalled) / unit), expected)
 
     def _share(self, worker: WorkerState) -> float:
         return worker.share * math.exp(-max(0.0, self._of.now - worker.at) / SHARE_DECAY_S)
+
+
+def _poisson_tail(least: int, mean: float) -> float:
+    """Return the probability of ``least`` or more events where ``mean`` are expected."""
+    if least <= 0:
+        return 1.0
+    if least > 2 * mean + 12:
+        return 0.0
+    term = below = math.exp(-mean)
+    for i in range(1, least):
+        term *= mean / i
+        below += term
+    return max(0.0, 1 - below)
 
 
 def _value(seconds: float, objective: float | None, weight: float) -> float:

@@ -10,12 +10,13 @@ real). Neither says what a real model reaches; they say what the router makes of
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
+import secrets
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +25,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from cluster.network import free_ports
-from deployments.router import Policy, Slo
+from deployments.router import POLICIES, Policy, Slo
 from experiments.children import Child, child
 from experiments.results import Run
 from experiments.simulate import PLANT, simulate
@@ -40,7 +41,7 @@ from experiments.workload import (
 )
 
 KIND: Final = "bench-goodput"
-SYSTEMS: Final[tuple[Policy, ...]] = ("adaptive", "always", "never", "replicas")
+SYSTEMS: Final = POLICIES
 TRACE: Final = "trace"
 RATES: Final = {"prefill-heavy": 5.0, "decode-heavy": 36.0, "balanced": 12.0, "bursty": 9.0, TRACE: 18.0}
 """Requests a second that the simulated workers are offered: about what the best system can just serve."""
@@ -95,12 +96,14 @@ def measure(parameters: Parameters, progress: Progress) -> Run:
     rows: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
     for engine in parameters.engines:
-        for system in SYSTEMS:
-            for mix, load, served in _ENGINES[engine](parameters, trace, system, progress):
-                row = _row(parameters, engine, system, mix, load, served)
-                told = ", ".join(f"{key} {row[key]}" for key in ("goodput_rps", "offered_rps", "refused"))
-                progress(f"{engine} {system} {mix}: {told}")
-                rows.append(row)
+        for system, mix, load, served in _ENGINES[engine](parameters, trace, progress):
+            row = _row(parameters, engine, system, mix, load, served)
+            told = ", ".join(
+                f"{key} {row[key]}" for key in ("goodput_rps", "offered_rps", "refused", "errors")
+            )
+            progress(f"{engine} {mix} {system}: {told}")
+            rows.append(row)
+            if engine != "simulated":  # the parameters give those again
                 samples.append(_sample(row, served))
     return run.end({"rows": rows, "ratios": ratios(rows)}, samples)
 
@@ -168,11 +171,11 @@ def _row(
 
 
 def _sample(row: dict[str, Any], served: Sequence[Served]) -> dict[str, Any]:
-    """Return the raw times of a row: arrival (s), prompt and output tokens, and what came (ms)."""
+    """Return the raw times of a row: arrival (s), prompt and output tokens, and what came (ms), the error."""
 
     def one(of: Served) -> list[object]:
         came = [None if s is None else round(s * 1e3, 1) for s in (of.ttft_s, of.tpot_s)]
-        return [round(of.arrival.at, 3), of.arrival.prompt, of.arrival.output, *came]
+        return [round(of.arrival.at, 3), of.arrival.prompt, of.arrival.output, *came, of.error or None]
 
     head = {key: row[key] for key in ("engine", "system", "mix")}
     return {**head, "requests": [one(of) for of in served]}
@@ -195,53 +198,46 @@ def _interval(served: Sequence[Served], good: Sequence[bool], seconds: float) ->
 
 # --- simulated
 
-Measured = tuple[str, float, list[Served]]
-"""(mix, seconds of load, what became of its requests)."""
+Measured = tuple[Policy, str, float, list[Served]]
+"""(system, mix, seconds of load, what became of its requests)."""
 
 
-def _simulated(
-    parameters: Parameters, trace: list[Arrival], system: Policy, progress: Progress
-) -> list[Measured]:
+def _simulated(parameters: Parameters, trace: list[Arrival], progress: Progress) -> Iterator[Measured]:
     objectives = Slo(parameters.ttft_ms / 1e3, parameters.tpot_ms / 1e3)
-    adaptive = system == "adaptive"
-    found = []
-    for mix in parameters.mixes:
+    for mix, system in itertools.product(parameters.mixes, SYSTEMS):
+        adaptive = system == "adaptive"
         served: list[Served] = []
         for turn in range(3):
             load = _load(parameters, trace, mix, 1.0, parameters.seed + turn)
             part = simulate(load, system, slo=objectives if adaptive else Slo(), admit=adaptive)
             later = turn * parameters.seconds
             served += [replace(one, arrival=replace(one.arrival, at=one.arrival.at + later)) for one in part]
-        found.append((mix, 3 * parameters.seconds, served))
-    return found
+        yield system, mix, 3 * parameters.seconds, served
 
 
 # --- the fake engine, served
 
 
-def _fake(parameters: Parameters, trace: list[Arrival], system: Policy, progress: Progress) -> list[Measured]:
+def _fake(parameters: Parameters, trace: list[Arrival], progress: Progress) -> Iterator[Measured]:
+    """One bring-up for all systems: a header says how each request is routed. They take turns, mix by mix."""
     if parameters.model is None:
         raise GoodputError("the fake engine needs a model folder for its tokenizer")
-    data = cluster_file(parameters, system)
+    data = cluster_file(parameters)
     url = f"http://127.0.0.1:{data['gateway']['port']}"
-    found = []
-    with ExitStack() as stack:
-        argv = ["-m", "handoff", "serve", "{folder}/cluster.yaml"]
-        server = stack.enter_context(child(f"goodput-{system}", argv, {}, {"cluster.yaml": json.dumps(data)}))
+    argv = ["-m", "handoff", "serve", "{folder}/cluster.yaml"]
+    with child("goodput", argv, {}, {"cluster.yaml": json.dumps(data)}) as server:
         _wait_ready(server, url, progress)
-        warm = arrivals(MIXES["balanced"], 2.0, 4.0, parameters.seed + 99)
-        asyncio.run(_offer(url, warm))
+        asyncio.run(_offer(url, arrivals(MIXES["balanced"], 2.0, 6.0, parameters.seed + 99), "adaptive"))
         for mix in parameters.mixes:
             load = _load(parameters, trace, mix, parameters.slower, parameters.seed)
-            found.append((mix, parameters.seconds, asyncio.run(_offer(url, load))))
-            server.check()
-    return found
+            for system in SYSTEMS:
+                yield system, mix, parameters.seconds, asyncio.run(_offer(url, load, system))
+                server.check()
 
 
-def cluster_file(parameters: Parameters, system: Policy) -> dict[str, Any]:
-    """Return the cluster file of a system: the simulated workers, as slow as asked for."""
+def cluster_file(parameters: Parameters) -> dict[str, Any]:
+    """Return the cluster file: the simulated workers, slowed down; the class `bench` has objectives."""
     plant, slower = PLANT, parameters.slower
-    node = {"cpus": 1, "object_store": "128MiB"}
     data: dict[str, Any] = {
         "name": f"goodput-{free_ports(1)[0]}",
         "model": parameters.model,
@@ -259,16 +255,22 @@ def cluster_file(parameters: Parameters, system: Policy) -> dict[str, Any]:
                 "step_ms_per_sequence": plant.step.sequence * 1e3 * slower,
             },
         },
-        "router": {"mode": system},
+        "slo": {
+            "classes": {
+                "bench": {"ttft_ms": parameters.ttft_ms * slower, "tpot_ms": parameters.tpot_ms * slower}
+            }
+        },
         "gateway": {"port": free_ports(1)[0]},
         "nodes": {
-            "prefill": {"role": "prefill", "count": plant.prefills, **node},
-            "decode": {"role": "decode", "count": plant.decodes, **node},
+            "all": {
+                "role": "both",
+                "slots": max(plant.prefills, plant.decodes),
+                "cpus": plant.prefills + plant.decodes,
+                "object_store": "256MiB",
+            }
         },
         "workers": {"prefill": {"count": plant.prefills}, "decode": {"count": plant.decodes}},
     }
-    if system == "adaptive":
-        data["slo"] = {"ttft_ms": parameters.ttft_ms * slower, "tpot_ms": parameters.tpot_ms * slower}
     return data
 
 
@@ -289,9 +291,10 @@ def _wait_ready(server: Child, url: str, progress: Progress) -> None:
         time.sleep(0.2)
 
 
-async def _offer(url: str, load: Sequence[Arrival]) -> list[Served]:
+async def _offer(url: str, load: Sequence[Arrival], system: Policy) -> list[Served]:
     """Send each request when its time has come, whatever became of those before it."""
     prompts = [prompt_of(one) for one in load]
+    salt = secrets.token_hex(8)  # nothing is cached of what another system was asked
     began = time.monotonic() + 0.2
 
     async def one(arrival: Arrival, prompt: list[int]) -> Served:
@@ -302,12 +305,12 @@ async def _offer(url: str, load: Sequence[Arrival]) -> list[Served]:
             "ignore_eos": True,
             "stream": True,
         }
-        body |= {"temperature": 0.0, "return_token_ids": True}
+        body |= {"temperature": 0.0, "return_token_ids": True, "cache_salt": salt}
         text = json.dumps(body).encode()
         await asyncio.sleep(max(0.0, began + arrival.at - time.monotonic()))
         try:
             async with asyncio.timeout(ANSWERED_WITHIN_S):
-                return await _ask(url, arrival, text)
+                return await _ask(url, arrival, text, system)
         except TimeoutError:
             return Served(arrival, None, None, error=f"no answer within {ANSWERED_WITHIN_S:.0f} s")
         except (OSError, EOFError, ValueError) as error:
@@ -316,7 +319,7 @@ async def _offer(url: str, load: Sequence[Arrival]) -> list[Served]:
     return await asyncio.gather(*(one(a, p) for a, p in zip(load, prompts, strict=True)))
 
 
-async def _ask(url: str, arrival: Arrival, body: bytes) -> Served:
+async def _ask(url: str, arrival: Arrival, body: bytes, system: Policy) -> Served:
     """Make one streamed request over a connection of its own, and time its tokens."""
     parts = urlsplit(url)
     sent = time.monotonic()
@@ -324,7 +327,8 @@ async def _ask(url: str, arrival: Arrival, body: bytes) -> Served:
     try:
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\nX-Handoff-Router: {system}\r\n"
+            + ("X-Handoff-Class: bench\r\n\r\n" if system == "adaptive" else "\r\n")
         )
         writer.write(head.encode() + body)
         answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -362,4 +366,4 @@ def _cause(head: str) -> str:
     return ""
 
 
-_ENGINES: Final[dict[str, Callable[..., list[Measured]]]] = {"simulated": _simulated, "fake": _fake}
+_ENGINES: Final[dict[str, Callable[..., Iterator[Measured]]]] = {"simulated": _simulated, "fake": _fake}

@@ -100,12 +100,31 @@ def test_objectives_that_cannot_be_met_are_refused_at_once(adaptive: Endpoint) -
     error = refused.json()["error"]
     assert error["code"] == 429
     assert "objectives cannot be met" in error["message"]
+    body = {"model": adaptive.model, "prompt": prompt(800, "refused"), "stream": True, **ASKED}
+    headers = {"X-Handoff-Class": "impossible"}
+    with adaptive.http.stream("POST", "/v1/completions", json=body, headers=headers) as streamed:
+        assert (streamed.status_code, streamed.headers["content-type"]) == (429, "application/json")
+        assert int(streamed.headers["retry-after"]) >= 1
+        told = json.loads(streamed.read())["error"]
+    assert set(told) == set(error)
+    assert (told["code"], told["type"]) == (429, error["type"])
     assert ask(adaptive, prompt(800, "refused"), "easy").status_code == 200
     assert ask(adaptive, prompt(800, "refused")).status_code == 200
     unknown = ask(adaptive, prompt(8, "unknown"), "nonsense")
     assert unknown.status_code == 400
     assert "easy" in unknown.json()["error"]["message"]
     adaptive.settled()
+
+
+def test_a_request_may_ask_for_another_mode(adaptive: Endpoint) -> None:
+    for mode, expected in (("always", ">"), ("never", "undivided"), ("replicas", "undivided")):
+        body = {"model": adaptive.model, "prompt": prompt(300, f"mode {mode}"), **ASKED}
+        answer = adaptive.http.post("/v1/completions", json=body, headers={"X-Handoff-Router": mode})
+        assert expected in answer.headers["x-handoff-path"].split("; ")[expected == "undivided"]
+    body = {"model": adaptive.model, "prompt": [1, 2, 3], **ASKED}
+    wrong = adaptive.http.post("/v1/completions", json=body, headers={"X-Handoff-Router": "sometimes"})
+    assert wrong.status_code == 400
+    assert "adaptive, always, never" in wrong.json()["error"]["message"]
 
 
 def test_decisions_and_predictions_are_metrics(adaptive: Endpoint) -> None:

@@ -1,11 +1,19 @@
-"""Where the gateway listens, without a cluster: who may share its port."""
+"""Where the gateway listens, without a cluster: who may share its port; and what its outermost layer says."""
 
+import asyncio
+import json
 import socket
+from typing import Any
 
+import httpx
 import pytest
 
+from cluster.file import Limits
+from deployments.edge import Edge
 from deployments.errors import StartError
 from deployments.gateway import listen
+from deployments.keys import Keys
+from deployments.ledger import current
 
 HOST = "127.0.0.1"
 
@@ -27,3 +35,32 @@ def test_another_gateway_on_the_port_is_noticed_before_it_is_shared() -> None:
     """Two clusters on one port would each get half of the requests."""
     with listen(HOST, 0) as other, pytest.raises(StartError, match="in use"):
         listen(HOST, other.getsockname()[1], shared=False)
+
+
+def answered(refused: bool) -> tuple[int, dict[str, str], str]:
+    """What a client gets of a stream that is refused before it begins, or not."""
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        if refused and (record := current.get()) is not None:
+            record.facts.update(refused=(429, "later"), retry_after_s=6.5)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"data: 1\n\n", b"data: [DONE]\n\n", b""):
+            await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
+
+    edge = Edge(stream, Limits(), Keys(()), ())
+    transport = httpx.ASGITransport(edge)
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            return await client.post("/v1/completions", json={})
+
+    response = asyncio.run(ask())
+    return response.status_code, dict(response.headers), response.text
+
+
+def test_a_stream_that_is_refused_before_it_begins_has_the_status() -> None:
+    assert answered(refused=False)[::2] == (200, "data: 1\n\ndata: [DONE]\n\n")
+    status, headers, text = answered(refused=True)
+    assert (status, headers["retry-after"], headers["content-type"]) == (429, "7", "application/json")
+    told = {"message": "later", "type": "Too Many Requests", "param": None, "code": 429}
+    assert json.loads(text)["error"] == told
