@@ -15,6 +15,7 @@ not authenticate: who may write to the bucket is trusted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -31,7 +32,7 @@ import numpy as np
 
 from kv.bucket import Bucket, Gate, Stored
 from kv.chunk import KVLayout, Run, checksum, require_sizes
-from kv.errors import ChunkCorrupt, Gone
+from kv.errors import ChunkCorrupt, Gone, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +195,9 @@ class KVTier:
         except ChunkCorrupt as error:
             logger.error("a stored page is deleted: %s", error)
             self._forget(key)
-            self._bucket.later(partial(self._bucket.delete, self.name(key)))
+            # Before anybody is told: whoever puts it again at once must not find it there.
+            with contextlib.suppress(TransferError):
+                self._bucket.delete(self.name(key))
             raise
         except Gone:
             self._forget(key)  # to be stored again

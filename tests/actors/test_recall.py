@@ -16,6 +16,7 @@ import pytest
 from test_fake_engine import VOCAB, Engine, prompt
 from test_handover import until
 
+import actors.recall
 from actors.engine import build_core
 from actors.fake_kv import continuation
 from actors.link import Link, register
@@ -30,6 +31,8 @@ from kv.memory import MemoryTransport
 pytestmark = pytest.mark.engine
 
 BLOCK, PAGE, NBYTES = 32, 512, 256
+PATIENT_S = 15.0
+"""For a busy machine: what is there is found and loaded, however long that takes."""
 SLOW = 4000
 """Tokens that the engines compute in a second: a page takes longer to compute than to load."""
 
@@ -115,6 +118,8 @@ def start(s3: S3Server) -> Iterator[Start]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setattr(Recall, "sweep", lambda _: None)  # no probe by itself
+        patch.setattr(actors.recall, "ASK_S", (PATIENT_S, PATIENT_S))
+        patch.setattr(actors.recall, "LOAD_SLACK_S", PATIENT_S)
         yield lambda options=None, **fake: stack.enter_context(started(options or {}, fake))
 
 
@@ -230,13 +235,16 @@ def test_a_page_that_is_not_right_is_computed(
     assert other.right(tokens) == 10 + 3
 
 
-def test_a_store_that_does_not_answer_costs_a_moment_once(own: S3Server, one: Tiered, other: Tiered) -> None:
+def test_a_store_that_does_not_answer_costs_a_moment_once(
+    own: S3Server, one: Tiered, other: Tiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = prompt(2 * PAGE + 10, "no answer")
     one.right(tokens)
     one.kept()
     other.right(prompt(PAGE, "pace"), 1)
     other.kept()
     other.counted()
+    monkeypatch.setattr(actors.recall, "ASK_S", (0.25, 2.0))
     os.kill(own.pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
@@ -256,6 +264,7 @@ def test_a_store_that_does_not_answer_costs_a_moment_once(own: S3Server, one: Ti
         return other.tier.recall._ladder.rates(time.monotonic())["tier"] > 0
 
     until(sound, "a probe passes")
+    monkeypatch.setattr(actors.recall, "ASK_S", (PATIENT_S, PATIENT_S))
     assert other.core.reset_prefix_cache()
     assert other.right(tokens) == 10 + 3
 
