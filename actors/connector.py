@@ -14,6 +14,8 @@ was computed is kept there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import KVConnectorOutput
 
 from actors.decode import Target
 from actors.keep import Pages
@@ -326,6 +329,10 @@ class HandoffConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See the base class."""
+        self.register_ranks([kv_caches])
+
+    def register_ranks(self, kv_caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Take the caches of all ranks, the first one's first."""
         self._link.register_caches(self._vllm_config, kv_caches, self._whole_prefixes)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -387,6 +394,26 @@ class HandoffConnector(KVConnectorBase_V1):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See the base class."""
         return self._scheduler.finished(request), None
+
+
+@contextmanager
+def around_step(connector: KVConnectorBase_V1, step: SchedulerOutput) -> Iterator[KVConnectorOutput]:
+    """Call the worker side of a connector around an engine step, in the order of vLLM's model runner.
+
+    Yields what goes into the step's output; it is complete at the end.
+    """
+    output, plan = KVConnectorOutput(), step.kv_connector_metadata
+    connector.handle_preemptions(plan)
+    connector.bind_connector_metadata(plan)
+    yield output
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    results = connector.get_transfer_results(step.finished_req_ids)
+    output.finished_sending = results.finished_sending or None
+    output.finished_recving = results.finished_recving or None
+    output.failed_recving = results.failed_recving
+    output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+    connector.clear_connector_metadata()
 
 
 def seed_first_token(request: Request, token: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.errors import EngineStartError
 from cluster.fake import FAKE, fake_of
+from cluster.ranks import RANKS, cpus_of_ranks, ranks_of, require_divisible
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -27,7 +29,11 @@ logger = logging.getLogger(__name__)
 IDLE_TICK_S = 1.0
 """A waiting engine looks around this often even if nothing wakes it."""
 
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
+UNDIVIDED = (
+    *("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"),
+    "data_parallel_size",
+)
+"""Options that must be 1."""
 
 
 class Outputs(Protocol):
@@ -138,7 +144,9 @@ class EngineLoop:
         return executed or bool(core.batch_queue)
 
 
-def build_core(model: str, options: dict[str, Any], engine_id: str) -> EngineCore:
+def build_core(
+    model: str, options: dict[str, Any], engine_id: str, rank_died: Callable[[], None] | None = None
+) -> EngineCore:
     """Build a vLLM engine core whose KV connector is ours.
 
     Args:
@@ -146,15 +154,16 @@ def build_core(model: str, options: dict[str, Any], engine_id: str) -> EngineCor
         options: vLLM engine options, passed on unchanged; ``fake`` turns the fake engine on
             (``cluster/fake.py``).
         engine_id: under which the worker registered its ``Link``.
+        rank_died: called on a thread when one of several ranks has died; the engine is of no use then.
 
     Raises:
-        EngineStartError: with vLLM's own message, if it refuses the options; or they ask for several ranks.
+        EngineStartError: with vLLM's own message, if it refuses the options; or they divide the model in a
+            way that is not handed over.
 
     """
     from vllm.config import KVTransferConfig
     from vllm.v1.engine.core import EngineCore
 
-    _require_one_process(options)
     transfer = KVTransferConfig(
         kv_connector="HandoffConnector",
         kv_connector_module_path="actors.connector",
@@ -163,15 +172,21 @@ def build_core(model: str, options: dict[str, Any], engine_id: str) -> EngineCor
         engine_id=engine_id,
     )
     config = engine_config(model, {**options, "kv_transfer_config": transfer})
-    return EngineCore(config, executor_class(config), log_stats=False)
+    if (ranks := config.parallel_config.world_size) > 1:
+        _give_ranks_their_cpus(ranks)
+    return EngineCore(config, executor_class(config), log_stats=False, executor_fail_callback=rank_died)
 
 
 def executor_class(config: Any) -> Any:
-    """Return vLLM's executor for a configuration, or the fake engine's."""
+    """Return vLLM's executor for a configuration, or the fake engine's, or that of several ranks."""
     if FAKE in config.additional_config:
         from actors.fake import FakeExecutor
 
         return FakeExecutor
+    if config.parallel_config.world_size > 1:
+        from actors.ranks import RanksExecutor
+
+        return RanksExecutor
     from vllm.v1.executor import Executor
 
     return Executor.get_class(config)
@@ -181,26 +196,59 @@ def engine_config(model: str, options: dict[str, Any]) -> Any:
     """Return vLLM's configuration for a model and engine options; see ``build_core``."""
     from vllm.engine.arg_utils import EngineArgs
 
-    parallel = [int(options.get(key, 1)) for key in PARALLEL]
-    defaults: dict[str, Any] = {"distributed_executor_backend": "uni"} if parallel == [1, 1] else {}
+    ranks = _ranks(options)
+    defaults: dict[str, Any] = {"distributed_executor_backend": "uni"}
+    if ranks > 1:  # processes on this node; KV is loaded and published between steps, so one at a time
+        options = {**options, "distributed_executor_backend": "mp", "async_scheduling": False}
     try:
         if (fake := fake_of(options)) is not None:
             options = {key: value for key, value in options.items() if key != FAKE}
             defaults["additional_config"] = {FAKE: fake.model_dump()}
             defaults["async_scheduling"] = False  # nothing to overlap with
-        return EngineArgs(model=model, **{**defaults, **options}).create_engine_config()
+        config = EngineArgs(model=model, **{**defaults, **options}).create_engine_config()
     except (TypeError, ValueError) as error:
         raise EngineStartError(f"vLLM refused the engine options {options}: {error}") from error
+    if ranks > 1:
+        _require_heads(config.model_config, ranks)
+    return config
 
 
-def _require_one_process(options: dict[str, Any]) -> None:
-    """Raise ``EngineStartError`` for several ranks: processes of their own, which find no worker."""
-    for key in PARALLEL:
-        if int(options.get(key, 1)) != 1:
+def _ranks(options: dict[str, Any]) -> int:
+    """Return how many ranks there will be; raises ``EngineStartError`` for what cannot be handed over."""
+    for key in UNDIVIDED:
+        if options.get(key, 1) != 1:
             raise EngineStartError(
-                f"{key} is {options[key]}: the KV of an engine of several ranks cannot be handed over yet; "
-                f"set it to 1 and give the cluster more workers instead"
+                f"{key} is {options[key]}: the KV of an engine that is divided so cannot be handed over; "
+                f"set it to 1, and divide the model with {RANKS} or give the cluster more workers"
             )
+    try:
+        ranks = ranks_of(options)
+    except ValueError as error:
+        raise EngineStartError(str(error)) from error
+    if ranks > 1 and FAKE in options:
+        raise EngineStartError(f"{RANKS} is {ranks}: the fake engine has one rank; leave {RANKS} out")
+    return ranks
+
+
+def _require_heads(model: Any, ranks: int) -> None:
+    """Raise ``EngineStartError`` unless the ranks share the heads of a model's KV cache."""
+    if model.use_mla:
+        raise EngineStartError(
+            f"{RANKS} is {ranks}, and the KV of {model.model} (MLA) has no heads: each rank would keep all "
+            f"of it, which is not handed over; set it to 1"
+        )
+    try:
+        require_divisible(model.model, model.get_total_num_kv_heads(), ranks)
+    except ValueError as error:
+        raise EngineStartError(str(error)) from error
+
+
+def _give_ranks_their_cpus(ranks: int) -> None:
+    """Divide what this process has: the ranks inherit its environment."""
+    bind, threads = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
+    os.environ[bind] = cpus_of_ranks(os.environ.get(bind), ranks)
+    if count := os.environ.get(threads):  # Ray sets it to the CPUs of the worker
+        os.environ[threads] = str(max(1, int(count) // ranks))
 
 
 def add_request(core: EngineCore, request: EngineCoreRequest) -> None:

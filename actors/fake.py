@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
+from actors.connector import around_step
 from actors.fake_kv import FakeKV, token_of
 from cluster.fake import FAKE, LAYERS, FakeEngine
 
@@ -153,7 +153,7 @@ class FakeExecutor(Executor):
         began = time.monotonic()
         for request_id in step.finished_req_ids:
             self._sequences.pop(request_id, None)
-        with self._connected(step) as connector:
+        with around_step(self._connector, step) as connector:
             if step.total_num_scheduled_tokens:
                 self._steps += 1
                 self._die_if_asked()
@@ -165,22 +165,6 @@ class FakeExecutor(Executor):
             return ModelRunnerOutput.with_kv_conn_output_only(connector)
         self._step = _Step(ends, connector)
         return None
-
-    @contextmanager
-    def _connected(self, step: SchedulerOutput) -> Iterator[KVConnectorOutput]:
-        """Call the connector around a step, in the order of vLLM's ``ActiveKVConnector``."""
-        connector, output = self._connector, KVConnectorOutput()
-        connector.handle_preemptions(step.kv_connector_metadata)
-        connector.bind_connector_metadata(step.kv_connector_metadata)
-        yield output
-        connector.start_load_kv(None)
-        connector.wait_for_save()
-        results = connector.get_transfer_results(step.finished_req_ids)
-        output.finished_sending = results.finished_sending or None
-        output.finished_recving = results.finished_recving or None
-        output.failed_recving = results.failed_recving
-        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
-        connector.clear_connector_metadata()
 
     def _compute(self, step: SchedulerOutput) -> dict[str, int]:
         """Write the KV of everything scheduled; return where each request's KV now ends."""

@@ -2,13 +2,13 @@
 
 vLLM constructs the connector itself, from configuration only. The worker registers a link
 under the engine's id before it builds the engine; the connector finds it there. Both live
-in one process.
+in one process, also where the engine's ranks have processes of their own (``actors/ranks.py``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,27 +77,32 @@ class Link:
         self.computed_tokens = 0
 
     def register_caches(
-        self, vllm_config: Any, kv_caches: dict[str, torch.Tensor], whole_prefixes: bool = True
+        self,
+        vllm_config: Any,
+        kv_caches: Sequence[Mapping[str, torch.Tensor]],
+        whole_prefixes: bool = True,
     ) -> None:
-        """Build both halves of the handover over the engine's cache tensors, and the tier.
+        """Build both halves of the handover over the engine's cache tensors, by rank and layer; and the tier.
 
         Without ``whole_prefixes`` the engine does not keep all blocks of a request, and there is no tier.
         """
-        tensors = list(kv_caches.values())
+        tensors, ranks = list(kv_caches[0].values()), len(kv_caches)
         block_size = int(vllm_config.cache_config.block_size)
         fake = FAKE in vllm_config.additional_config
         heads, head_dim = (0, 0) if fake else heads_of(tensors)
-        self.cache = PagedCache([block_bytes(tensor) for tensor in tensors], block_size)
+        memory = [block_bytes(rank[name]) for name in kv_caches[0] for rank in kv_caches]
+        self.cache = PagedCache(memory, block_size, ranks)
         self.layout = KVLayout(
             model=self.model_digest,
             dtype=str(tensors[0].dtype),
             layers=len(tensors),
             block_size=block_size,
             block_bytes=self.cache.block_nbytes,
-            order=FAKE if fake else block_order(tensors[0], block_size),
-            heads=heads,
+            order=FAKE if fake else block_order(tensors[0], block_size, ranks),
+            heads=heads * ranks,
             head_dim=head_dim,
             packing=learn(tensors[0].dtype, block_size, head_dim) if heads else "",
+            ranks=ranks,
         )
         self.rungs.register(self.cache.memory())
         self.sender = Sender(self.name, self.cache, self.layout, self.rungs, self._post, self.wake)
@@ -132,7 +137,7 @@ def link_of(engine_id: str | None) -> Link:
     if engine_id is None or engine_id not in _links:
         raise RuntimeError(
             f"no worker of this process has engine id {engine_id!r}: the connector runs inside a Handoff "
-            f"worker, in the worker's own process (tensor and pipeline parallel size 1)"
+            f"worker, in the worker's own process"
         )
     return _links[engine_id]
 

@@ -1,7 +1,8 @@
 """A chunk's way from its sender's memory into this engine's blocks.
 
-Blocks of an equal layout are fetched to where they belong. Others are fetched aside, verified as their
-sender published them, and then converted.
+Blocks of an equal layout are fetched to where they belong, also from an engine whose ranks have each a part
+of what one rank has here. Others are fetched aside, verified as their sender published them, and then
+converted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -76,11 +77,15 @@ class Loader:
             wanted: half-open range of tokens; the first is a block's first. Blocks before it are not touched.
 
         """
-        if header.layout == self._layout:
+        ranks = header.layout.ranks
+        if (
+            replace(header.layout, ranks=self._layout.ranks) == self._layout
+            and ranks % self._layout.ranks == 0
+        ):
             cache = self._cache
             first, last = header.tokens[0] // cache.block_size, cache.blocks_of(header.tokens[1])
             low, high = wanted[0] // cache.block_size, cache.blocks_of(wanted[1])
-            return Landing(cache.runs_within(blocks, first, last - first, low, high), _nothing)
+            return Landing(cache.runs_within(blocks, first, last - first, low, high, ranks), _nothing)
         return self._aside(header, blocks, wanted)
 
     def _aside(self, header: ChunkHeader, blocks: Sequence[int], wanted: tuple[int, int]) -> Landing:
@@ -90,7 +95,12 @@ class Loader:
         count, before = -(-(end - start) // layout.block_size), start // layout.block_size
         source = self._memory(layout.layers, count, layout.block_bytes)
         within = [low < high and first <= before + i < last for i in range(count)]
-        into = [layer[i] if within[i] else None for layer in source for i in range(count)]
+        into: list[Run | None] = [
+            run if within[i] else None
+            for layer in source
+            for i in range(count)
+            for run in layer[i].reshape(layout.ranks, -1)
+        ]
         if low >= high:
             return Landing(into, _nothing)
         write = self._converter(layout).write

@@ -34,12 +34,16 @@ def heads_of(layers: Sequence[torch.Tensor]) -> tuple[int, int]:
     return (shape[1], shape[3] // 2) if alike else (0, 0)
 
 
-def block_order(cache: torch.Tensor, block_size: int) -> str:
-    """Name how a block of the CPU backend is packed: the kernel's instruction set, and the block's shape."""
+def block_order(cache: torch.Tensor, block_size: int, ranks: int = 1) -> str:
+    """Name how a block of the CPU backend is packed: the kernel's instruction set, and the block's shape.
+
+    ``cache`` is a layer of one rank; the shape is that of all ranks' parts together.
+    """
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(cache.dtype, block_size, cache.shape[-1] // 2)
-    return f"{isa}:{'x'.join(map(str, cache.shape[1:]))}"
+    shape = (cache.shape[1] * ranks, *cache.shape[2:])
+    return f"{isa}:{'x'.join(map(str, shape))}"
 
 
 def learn(dtype: torch.dtype, block_size: int, head_dim: int) -> str:

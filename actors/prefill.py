@@ -454,7 +454,7 @@ class Sender:
             if ours:
                 runs = self._cache.runs(entry.blocks)
             else:
-                runs = [np.empty(self._cache.block_nbytes, np.uint8) for _ in header.checksums]
+                runs = [np.empty(self._cache.run_nbytes, np.uint8) for _ in header.checksums]
                 old = entry.chunk
                 self._rungs.transport(old.rung).fetch(old.ticket, runs, COPY_TIMEOUT_S)
                 header.verify(runs)

@@ -337,6 +337,10 @@ class Worker:
         logging.shutdown()
         os._exit(1)
 
+    def _rank_died(self) -> None:
+        """On a thread of the executor."""
+        self.died(WorkerError("one of the engine's ranks died"))
+
     def _build(self) -> Any:
         from vllm.transformers_utils.repo_utils import get_model_path
 
@@ -362,7 +366,7 @@ class Worker:
         )
         engine_id = f"{self._spec.name}-{os.getpid()}"
         register(engine_id, link)
-        core = build_core(str(path), dict(self._spec.engine), engine_id)
+        core = build_core(str(path), dict(self._spec.engine), engine_id, self._rank_died)
         self._link = link
         self._info = WorkerInfo(
             name=self._spec.name,

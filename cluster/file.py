@@ -18,6 +18,7 @@ from cluster.explain import explain
 from cluster.fake import FAKE, FakeEngine
 from cluster.names import AT_UNITS, HEAD, ROLES, GroupRole, Role, at, roles_of
 from cluster.placement import WorkerAsk
+from cluster.ranks import RANKS, kv_heads_of, ranks_of, require_divisible
 from cluster.sizes import Size
 
 NAME_PATTERN: Final = r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$"
@@ -117,6 +118,7 @@ class NodeGroup(_Model):
 class WorkerGroup(_Model):
     """`count` workers of one role: what each asks for, and where it may go.
 
+    cpus, gpus: of each tensor-parallel rank of a worker's engine, which has one unless `engine` says more.
     node: name of the one node they may use. labels: labels that the node must carry.
     spread: put them on as many nodes as possible; otherwise fill one node before the next.
     engine: vLLM arguments that override the file's and the node group's.
@@ -357,15 +359,30 @@ class ClusterFile(_Model):
 
     @model_validator(mode="after")
     def _fake_options_valid(self) -> Self:
-        holders = [
-            ("", self.engine),
-            *((f"nodes.{name}.", group.engine) for name, group in self.nodes.items()),
-            *((f"workers.{role}.", workers.engine) for role, workers in self.workers.items()),
-        ]
-        for where, engine in holders:
+        for where, engine in self._engines():
             if FAKE in engine:
-                _check_fake(f"{where}engine.{FAKE}", engine[FAKE])
+                _check_fake(f"{where}.{FAKE}", engine[FAKE])
         return self
+
+    @model_validator(mode="after")
+    def _ranks_valid(self) -> Self:
+        for where, engine in self._engines():
+            try:
+                ranks_of(engine)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            if RANKS in engine and where.startswith("nodes."):
+                raise ValueError(
+                    f"{where}: {RANKS} is {engine[RANKS]}, but what a worker asks its node for follows from "
+                    f"it; give it under `engine` or under workers.ROLE.engine"
+                )
+        return self
+
+    def _engines(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Where engine options are, and which."""
+        yield "engine", self.engine
+        yield from ((f"nodes.{name}.engine", group.engine) for name, group in self.nodes.items())
+        yield from ((f"workers.{role}.engine", workers.engine) for role, workers in self.workers.items())
 
     def faked(self) -> Self:
         """This file with the fake engine, and the options for it that the file has."""
@@ -384,14 +401,19 @@ class ClusterFile(_Model):
                 return node
         raise KeyError(name)
 
+    def ranks(self, role: Role) -> int:
+        """How many tensor-parallel ranks the engine of each worker of a role has."""
+        workers = self.workers.prefill if role == "prefill" else self.workers.decode
+        return ranks_of({**self.engine, **workers.engine})
+
     def asks(self) -> list[WorkerAsk]:
-        """One ask for each worker, prefill first, named `ROLE-worker-INDEX`."""
+        """One ask for each worker, prefill first, named `ROLE-worker-INDEX`. All ranks go to one node."""
         return [
             WorkerAsk(
                 name=f"{role}-worker-{index}",
                 role=role,
-                cpus=workers.cpus,
-                gpus=workers.gpus,
+                cpus=workers.cpus * self.ranks(role),
+                gpus=workers.gpus * self.ranks(role),
                 node=workers.node,
                 labels=dict(workers.labels),
                 spread=workers.spread,
@@ -436,7 +458,21 @@ def load(path: Path) -> ClusterFile:
         file = ClusterFile.model_validate(_with_paths(data, path.resolve().parent))
     except ValidationError as error:
         raise ClusterFileError(f"{path}: {explain(error, ClusterFile)}") from error
+    try:
+        _require_heads(file)
+    except ValueError as error:
+        raise ClusterFileError(f"{path}: {error}") from error
     return file
+
+
+def _require_heads(file: ClusterFile) -> None:
+    """Raise ValueError unless ranks share the heads of every model that is here to be looked at."""
+    models = {file.model, *(group.model for group in file.nodes.values() if group.model is not None)}
+    for role, workers in file.workers.items():
+        where = f"workers.{role}.engine.{RANKS}" if RANKS in workers.engine else f"engine.{RANKS}"
+        for model in sorted(models):
+            if workers.count and (heads := kv_heads_of(model)) is not None:
+                require_divisible(model, heads, file.ranks(role), where)
 
 
 def _check_fake(where: str, options: Any) -> None:

@@ -62,7 +62,7 @@ class WriteBehind:
         self._tier, self._timeout_s = tier, timeout_s
         slots = max(1, capacity // tier.page_nbytes)
         # Zeroed by hand: memory that the system has not handed out yet is slow to copy into.
-        self._memory = np.empty((slots, tier.runs, tier.layout.block_bytes), np.uint8)
+        self._memory = np.empty((slots, tier.runs, tier.run_nbytes), np.uint8)
         self._memory[:] = 0
         self._free = list(range(slots))
         self._waiting: deque[tuple[bytes, int]] = deque()

@@ -29,11 +29,11 @@ class KVLayout:
     Attributes:
         model: fingerprint of the weights and the configuration (``actors/fingerprint.py``).
         dtype: element type of the cache, e.g. ``torch.bfloat16``.
-        layers: number of cache tensors (one per attention layer on this rank).
+        layers: number of attention layers.
         block_size: tokens per block.
-        block_bytes: bytes per block, layer and rank (keys and values together).
+        block_bytes: bytes per block and layer (keys and values together), of all ranks.
         order: name of how the attention kernel packs a block; compared only.
-        heads: key-value heads per rank; 0 if a block is not known to be divided into heads.
+        heads: key-value heads, of all ranks; 0 if a block is not known to be divided into heads.
         head_dim: elements of one head's key, and of its value; 0 likewise.
         packing: where the kernel puts each element of a head (``kv/convert.py``); empty if that is
             not known, and then only equal layouts can be exchanged.
@@ -49,6 +49,7 @@ class KVLayout:
     heads: int = 0
     head_dim: int = 0
     packing: str = ""
+    ranks: int = 1
 
     def require_compatible(self, peer: KVLayout) -> None:
         """Raise ``LayoutMismatch`` unless this cache can take the peer's KV, and the peer this one's.
@@ -56,11 +57,14 @@ class KVLayout:
         It names the first field that differs and must not, with both values.
         """
         known = bool(self.packing and peer.packing)
-        converted = ("block_size", "block_bytes", "order", "packing") if known else ()
+        converted = ("block_size", "block_bytes", "order", "packing", "ranks") if known else ()
         for field in self.__slots__:
             ours, theirs = getattr(self, field), getattr(peer, field)
             if field not in converted and ours != theirs:
                 raise LayoutMismatch(field, ours, theirs)
+        if self.heads % self.ranks or peer.heads % peer.ranks:  # some ranks have copies of others' heads
+            ours, theirs = (f"{side.ranks} for {side.heads} heads" for side in (self, peer))
+            raise LayoutMismatch("ranks", ours, theirs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,9 @@ kernel, in tiles that hold several tokens. But packing only moves elements. A ``
 each element of a block goes, and two of them together give the move from one engine's blocks to the
 other's, token by token. Where both kernels keep elements together, they are moved together, so that
 blocks that differ in size alone are moved in large pieces.
+
+Heads are never mixed: a head's elements lie together, one head after the other. So the heads of a block
+can be given out to any number of ranks that divides them.
 """
 
 from __future__ import annotations
@@ -107,7 +110,7 @@ class Converter:
         """Write tokens of a request into its blocks. Other tokens of these blocks are left as they are.
 
         Args:
-            source: their blocks, ``[layers, blocks, bytes per block]``, contiguous.
+            source: their blocks, ``[layers, blocks, bytes per block]``, contiguous; of whatever ranks.
             start: the token that the first of them starts with.
             cache: where to.
             blocks: the request's blocks in it, from token 0.
@@ -118,8 +121,10 @@ class Converter:
             place, theirs = divmod(first - start, self._theirs.block_size)
             block, ours = divmod(first, self._ours.block_size)
             unit, take, put = self._moves(theirs, ours, count)
-            for layer, run in enumerate(cache.runs([blocks[block]])):
-                _in_units(run, unit)[put] = _in_units(source[layer, place], unit)[take]
+            runs = iter(cache.runs([blocks[block]]))
+            for layer in source[:, place].reshape(len(source), cache.ranks, -1):
+                for share in layer:  # of one of our ranks
+                    _in_units(next(runs), unit)[put] = _in_units(share, unit)[take]
 
     def _pieces(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Split a range of tokens where a block of either side ends: (first, count)."""
@@ -132,6 +137,8 @@ class Converter:
     def _move(self, theirs: int, ours: int, count: int) -> tuple[int, Index, Index]:
         """Plan the move of ``count`` tokens, from token ``theirs`` of a block to token ``ours`` of one.
 
+        It is that of the heads which one of our ranks has; every rank's is the same.
+
         Returns the bytes that are moved together, and the indices of such units to take and to put.
         """
         take = self._from[:, theirs : theirs + count].ravel()
@@ -142,7 +149,7 @@ class Converter:
         first = np.flatnonzero(apart)
         strides = [self._from.size, self._to.size]
         unit = int(np.gcd.reduce(np.concatenate([take[first], put[first], first, [take.size], strides])))
-        heads = np.arange(self._ours.heads)[:, None]
+        heads = np.arange(self._ours.heads // self._ours.ranks)[:, None]
         take, put = (
             (heads * (stride // unit) + index[::unit] // unit).ravel()
             for stride, index in zip(strides, (take, put), strict=True)

@@ -50,7 +50,10 @@ KNOWN_KEYS: Final = 1 << 16
 
 def layout_digest(layout: KVLayout) -> bytes:
     """Return 32 bytes that differ when two layouts do."""
-    return _hash(json.dumps(dataclasses.asdict(layout), sort_keys=True).encode())
+    fields = dataclasses.asdict(layout)
+    if layout.ranks == 1:
+        del fields["ranks"]  # the field is younger than stored pages
+    return _hash(json.dumps(fields, sort_keys=True).encode())
 
 
 def blocks_per_page(layout: KVLayout) -> int:
@@ -92,10 +95,11 @@ class KVTier:
         """Blocks in one page."""
         self.page_tokens = self.page_blocks * layout.block_size
         """Tokens in one page."""
-        self.runs = layout.layers * self.page_blocks
-        """Runs in one page: layer by layer, block by block within a layer."""
+        self.runs = layout.layers * self.page_blocks * layout.ranks
+        """Runs in one page: layer by layer, block by block within a layer, rank by rank within a block."""
+        self.run_nbytes = layout.block_bytes // layout.ranks
         self._head = FIXED.size + 8 * self.runs + 8
-        self.page_nbytes = self.runs * layout.block_bytes
+        self.page_nbytes = self.runs * self.run_nbytes
         """Bytes of KV in one page, all layers."""
 
     def keys(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
@@ -162,7 +166,7 @@ class KVTier:
     # -- one page -------------------------------------------------------------------------------------
 
     def _sizes(self) -> list[int]:
-        return [self.layout.block_bytes] * self.runs
+        return [self.run_nbytes] * self.runs
 
     def _find(self, key: bytes, _: Gate) -> bool:
         stored = self._bucket.find(self.name(key))
@@ -204,8 +208,7 @@ class KVTier:
             raise
 
     def _header(self, key: bytes, runs: Sequence[Run]) -> Run:
-        layout = self.layout
-        fixed = FIXED.pack(MAGIC, VERSION, self.runs, layout.block_bytes, self.page_tokens, self._digest, key)
+        fixed = FIXED.pack(MAGIC, VERSION, self.runs, self.run_nbytes, self.page_tokens, self._digest, key)
         head = fixed + struct.pack(f"<{len(runs)}Q", *(checksum(run) for run in runs))
         return np.frombuffer(head + checksum(np.frombuffer(head, np.uint8)).to_bytes(8, "little"), np.uint8)
 
@@ -228,7 +231,7 @@ class KVTier:
 
     def _copy(self, key: bytes, checksums: Sequence[int], arrived: Run, into: Sequence[Run | None]) -> None:
         """Copy run by run what has the right checksum; each is still in the processor's cache then."""
-        sources = arrived.reshape(self.runs, self.layout.block_bytes)
+        sources = arrived.reshape(self.runs, self.run_nbytes)
         for i, (source, promised, target) in enumerate(zip(sources, checksums, into, strict=True)):
             if (found := checksum(source)) != promised:
                 name = f"page {key.hex()}"

@@ -1,16 +1,19 @@
-"""A handover between engines of different block sizes: real sender, receiver and transports, no engine."""
+"""A handover between engines of different block sizes and ranks: real sender, receiver and transports."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import actors.prefill
 import kv.tier
 from actors.decode import Receiver, Target
+from actors.loading import Loader
 from actors.marks import Marks
 from actors.messages import Chunk, Delivery
 from actors.peers import OnTaken
@@ -19,15 +22,16 @@ from actors.recall import Recall
 from actors.rungs import Rungs
 from actors.steps import Meter
 from experiments.s3_server import S3Server
+from kv.behind import WriteBehind
 from kv.bucket import Bucket
-from kv.chunk import KVLayout
+from kv.chunk import ChunkHeader, KVLayout
 from kv.memory import MemoryTransport
 from kv.nixl import NixlTransport
 from kv.paged import PagedCache
 from kv.tcp import TcpTransport
 from kv.transport import Transport
 
-LAYERS, HEADS, DIM, PROMPT = 3, 2, 16, 150
+LAYERS, HEADS, DIM, PROMPT = 3, 4, 16, 150
 WITHIN_S = 10.0
 TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "memory": MemoryTransport,
@@ -37,39 +41,41 @@ TRANSPORTS: dict[str, Callable[[], Transport]] = {
 
 
 class Engine:
-    """A cache whose keys lie with a token's first elements first, or values so; and how it reads a token."""
+    """A cache whose keys lie with a token's first elements first, or values so; and how it reads a token.
 
-    def __init__(self, size: int, across: bool, seed: int) -> None:
+    Of several ranks, each has its heads in memory of its own.
+    """
+
+    def __init__(self, size: int, across: bool, seed: int, ranks: int = 1) -> None:
         part, count = size * DIM, -(-PROMPT // size) + 2
         rows, columns = f"{part}*1", f"{size}*1 {DIM}*{size}"
         packing = f"0 {columns}, {part} {rows}" if across else f"0 {rows}, {part} {rows}"
         nbytes = HEADS * 2 * part * 2
-        self.layout = KVLayout("m", "bf16", LAYERS, size, nbytes, str(across), HEADS, DIM, packing)
+        self.layout = KVLayout("m", "bf16", LAYERS, size, nbytes, str(across), HEADS, DIM, packing, ranks)
         random = np.random.default_rng(seed)
-        self.layers = [random.integers(0, 256, (count, nbytes), np.uint8) for _ in range(LAYERS)]
-        self.cache = PagedCache(self.layers, size)
+        shape = (count, nbytes // ranks)
+        self.layers = [random.integers(0, 256, shape, np.uint8) for _ in range(LAYERS * ranks)]
+        self.cache = PagedCache(self.layers, size, ranks)
         self.blocks = random.permutation(count)[: count - 2].tolist()
         self.across, self.size = across, size
 
-    def keys(self, token: int) -> list[list[list[int]]]:
-        """By layer and head."""
-        read = []
+    def heads(self, token: int) -> Iterator[npt.NDArray[np.uint16]]:
+        """Of each layer and rank: the heads of the block that holds a token, ``[heads, 2, elements]``."""
         for layer in self.layers:
-            heads = layer[self.blocks[token // self.size]].view(np.uint16).reshape(HEADS, 2, -1)[:, 0]
-            at = token % self.size
-            part = heads[:, at :: self.size] if self.across else heads[:, at * DIM : (at + 1) * DIM]
-            read.append(part.tolist())
-        return read
+            share = layer[self.blocks[token // self.size]].view(np.uint16)
+            yield share.reshape(-1, 2, self.size * DIM)
 
-    def values(self, token: int) -> list[list[list[int]]]:
-        at = token % self.size * DIM
+    def keys(self, token: int) -> list[list[int]]:
+        """By layer and head."""
+        at = token % self.size
+        across, along = slice(at, None, self.size), slice(at * DIM, (at + 1) * DIM)
         return [
-            layer[self.blocks[token // self.size]]
-            .view(np.uint16)
-            .reshape(HEADS, 2, -1)[:, 1, at : at + DIM]
-            .tolist()
-            for layer in self.layers
+            head[0, across if self.across else along].tolist() for part in self.heads(token) for head in part
         ]
+
+    def values(self, token: int) -> list[list[int]]:
+        at = token % self.size * DIM
+        return [head[1, at : at + DIM].tolist() for part in self.heads(token) for head in part]
 
     def tokens(self, *held: int) -> list[object]:
         return [(self.keys(token), self.values(token)) for token in held]
@@ -141,6 +147,32 @@ def test_every_token_arrives(
     assert target.tokens(*range(skip)) == before
 
 
+@pytest.mark.parametrize(("theirs", "ours"), list(itertools.product((1, 2, 4), (1, 2, 4))))
+@pytest.mark.parametrize(("size", "across"), [(16, False), (16, True), (32, False)])
+def test_every_rank_gets_its_heads(
+    transport: Transport, theirs: int, ours: int, size: int, across: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between equal blocks, and where they must be converted as well."""
+    monkeypatch.setattr(actors.prefill, "MAX_CHUNK_BYTES", 30_000)
+    source, target = Engine(size, across, 1, theirs), Engine(16, False, 2, ours)
+    before = target.tokens(*range(16))
+    assert hand_over(transport, source, target, 16) == []
+    assert target.tokens(*range(16, PROMPT)) == source.tokens(*range(16, PROMPT))
+    assert target.tokens(*range(16)) == before
+
+
+def test_parts_of_what_one_rank_has_need_no_memory_aside() -> None:
+    """From more ranks to fewer, where blocks are equal: a chunk is fetched to where it belongs."""
+    source, target = Engine(16, False, 1, 4), Engine(16, False, 2, 2)
+    loader = Loader(target.cache, target.layout, lambda memory: pytest.fail("memory aside was registered"))
+    header = ChunkHeader("r", source.layout, 0, (0, 64), (0, LAYERS), (), 0)
+    into = loader.landing(header, target.blocks, (0, 64)).into
+    assert len(into) == LAYERS * 4 * 4
+    assert all(
+        run is not None and any(np.shares_memory(run, layer) for layer in target.layers) for run in into
+    )
+
+
 def test_what_was_damaged_is_not_converted() -> None:
     source, target = Engine(32, across=True, seed=1), Engine(8, across=False, seed=2)
     before = target.tokens(*range(PROMPT))
@@ -173,15 +205,20 @@ def test_another_model_is_refused() -> None:
     assert "model is 'm' here and 'n' there" in reason
 
 
-def test_pages_in_a_bucket_are_converted(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("from_ranks", "to_ranks"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+def test_pages_in_a_bucket_are_converted(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, from_ranks: int, to_ranks: int
+) -> None:
     """What an engine of other blocks has kept is loaded: but for what the engine has, and what is its own."""
     monkeypatch.setattr(kv.tier, "PAGE_TOKENS", 48)
-    theirs, ours, prompt = Engine(16, True, 1), Engine(24, False, 2), list(range(PROMPT))
+    theirs, ours = Engine(16, True, 1, from_ranks), Engine(24, False, 2, to_ranks)
+    prompt = list(range(PROMPT))
     before = ours.tokens(*range(24), *range(144, PROMPT))
     with closing(Bucket(replace(s3.settings, prefix="t/converted"))) as bucket:
         tier = kv.tier.KVTier(bucket, theirs.layout)
         pages = [theirs.cache.runs(theirs.blocks[3 * page : 3 * page + 3]) for page in range(3)]
-        tier.put(tier.keys(prompt), pages, WITHIN_S)
+        with closing(WriteBehind(tier, 1 << 20, WITHIN_S)) as behind:
+            assert behind.put(tier.keys(prompt), pages)
         with closing(Recall(bucket, ours.layout, ours.cache, Meter(), lambda: None)) as recall:
             recall.learn(theirs.layout)
             recall.learn(replace(theirs.layout, dtype="float16"))  # cannot be converted: not looked for

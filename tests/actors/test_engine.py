@@ -33,10 +33,30 @@ def test_an_option_that_vllm_refuses_is_named(model: Path, option: str, value: o
         engine_config(str(model), {option: value})
 
 
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_an_engine_of_several_ranks_is_refused(option: str) -> None:
+@pytest.mark.parametrize("option", ["pipeline_parallel_size", "data_parallel_size"])
+def test_an_engine_that_is_divided_otherwise_is_refused(option: str) -> None:
     with pytest.raises(EngineStartError, match=f"{option} is 2: .*set it to 1"):
         build_core("anything", {option: 2}, "some-engine")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size is '2'; give a whole number"),
+        ({"tensor_parallel_size": 2, "fake": {}}, "tensor_parallel_size is 2: the fake engine has one rank"),
+    ],
+)
+def test_ranks_that_there_cannot_be_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(EngineStartError, match=says):
+        engine_config("anything", options)
+
+
+@pytest.mark.engine
+def test_ranks_that_do_not_share_the_heads_are_refused(model: Path) -> None:
+    with pytest.raises(
+        EngineStartError, match=r"tensor_parallel_size is 8, .* 4 key-value heads.* of 1, 2, 4"
+    ):
+        engine_config(str(model), {"tensor_parallel_size": 8, "max_model_len": 1024})
 
 
 class FakeCore:
