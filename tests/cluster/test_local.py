@@ -185,7 +185,7 @@ def test_down_leaves_nothing(cluster: LocalCluster) -> None:
     assert child in {process.pid for process in left.processes}
     ray.shutdown()
     down(cluster.name)
-    assert left.remains() == []
+    left.assert_gone(within_s=10)  # what was killed on a busy machine takes a moment to go
     assert running(cluster.name) is None
     with pytest.raises(NotRunningError, match=cluster.name):
         down(cluster.name)
