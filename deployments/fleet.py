@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Final
@@ -35,6 +36,9 @@ KEPT_WEIGHT: Final = 0.2
 LEAST_KEPT: Final = 0.1
 FIXED_S: Final = 0.01
 """What a handover is taken to cost beside its bytes until some have been seen."""
+FORGET_S: Final = 30.0
+"""A pair that has handed nothing over for so long is taken to be like the others again: otherwise one that
+was slow once would never be chosen, and never be seen to be fast."""
 
 
 @dataclass(slots=True)
@@ -116,6 +120,9 @@ class Fleet:
         self._stale: set[int] = set()
         self._links: dict[tuple[int, int], Link] = {}
         self._fixed: dict[tuple[int, int], Quantile] = {}
+        self._handed: dict[tuple[int, int], float] = {}
+        """When each of those pairs handed over last; and all handovers of the last seconds, oldest first."""
+        self._recent: deque[tuple[float, tuple[int, int]]] = deque()
         self._turn = 0
         self.prefixes = Prefixes()
         self.block = 1
@@ -152,6 +159,8 @@ class Fleet:
         seen.alive, seen.report, seen.share = False, None, 0.0
         self._stale.add(index)
         self.prefixes.forget(index)
+        for pair in [pair for pair in self._fixed if index in pair]:
+            self._forget(pair)
 
     def report(self, name: str, report: LoadReport) -> None:
         """A worker tells its state."""
@@ -161,6 +170,18 @@ class Fleet:
         for peer, rate in report.rates.items():
             if (other := self._index.get(peer)) is not None and rate > 0:
                 self._links[index, other] = replace(self._links.get((index, other), self._link()), rate=rate)
+
+    def _forget(self, pair: tuple[int, int]) -> None:
+        """What handing over cost a pair says nothing of what it would now."""
+        del self._fixed[pair], self._handed[pair]
+        self._links[pair] = replace(self._links[pair], fixed_s=self.fixed.value)
+
+    def _forget_old(self) -> None:
+        now = self._clock()
+        while self._recent and now - self._recent[0][0] > FORGET_S:
+            at, pair = self._recent.popleft()
+            if self._handed.get(pair) == at:
+                self._forget(pair)
 
     def _link(self) -> Link:
         return Link(self.fixed.value)
@@ -188,6 +209,7 @@ class Fleet:
 
     def snapshot(self) -> Snapshot:
         """Return the workers as they are now. Costs what has changed since the last one."""
+        self._forget_old()
         for index in self._stale:
             state = self._states[index] = self._seen[index].state()
             self._table[:, index] = state.row()
@@ -272,6 +294,8 @@ class Fleet:
         own.saw(beside)
         self.fixed.saw(beside)
         self._links[pair] = replace(link, fixed_s=own.value)
+        self._handed[pair] = now = self._clock()
+        self._recent.append((now, pair))
 
     def ended(self, key: str) -> None:
         """A request is over, however."""

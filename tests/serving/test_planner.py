@@ -8,7 +8,7 @@ import pytest
 from actors.messages import Load, LoadReport, ModelFiles, Role, WorkerInfo
 from actors.steps import Meter, StepModel, Work
 from deployments.estimates import Mean, Quantile
-from deployments.fleet import Fleet
+from deployments.fleet import FORGET_S, Fleet
 from deployments.prefixes import Prefixes, chain
 from deployments.router import Ask, Policy, Slo, route
 from deployments.split import Mode
@@ -122,6 +122,42 @@ def test_link_rates_come_with_reports_and_fixed_costs_from_what_was_seen() -> No
         to.handed_over(str(i), transfer + STEP.decode_s(1, 1025) + 0.08)
         to.ended(str(i))
     assert to.snapshot().link.fixed_s == pytest.approx(0.08, rel=0.1)
+
+
+def hand_over(to: Fleet, key: str, gap_s: float, forced: tuple[str, str] | None = None) -> tuple[str, str]:
+    """One request, whose second token comes so long after the first; return where it went."""
+    where = route(to.snapshot(), ASK, "always")
+    if forced is not None:
+        where = replace(where, prefill=forced[0], decode=forced[1])
+    to.placed(key, where, ASK, [])
+    to.prefilled(key)
+    to.handed_over(key, gap_s)
+    to.ended(key)
+    return where.prefill, where.decode
+
+
+def test_a_pair_that_was_slow_once_is_tried_again() -> None:
+    clock = Clock()
+    to = fleet(clock)
+    slow = hand_over(to, "first", 0.01)
+    for pair in ((prefill, decode) for prefill in ("p0", "p1") for decode in ("d0", "d1")):
+        for i in range(40):
+            hand_over(to, f"{pair} {i}", 1.9 if pair == slow else 0.01, pair)
+    assert slow not in {hand_over(to, f"other {i}", 0.01) for i in range(20)}
+    clock.now += FORGET_S + 1
+    assert hand_over(to, "again", 0.01) == slow
+
+
+def test_what_a_pair_costs_is_forgotten_with_either_end() -> None:
+    to = fleet()
+    slow = hand_over(to, "first", 1.9)
+    index = {"p0": 0, "p1": 1, "d0": 2, "d1": 3}
+    pair = index[slow[0]], index[slow[1]]
+    assert pair in to.snapshot().links
+    to.lost(slow[1])
+    to.came(info(slow[1], "decode"))
+    snapshot = to.snapshot()
+    assert snapshot.links[pair].fixed_s == snapshot.link.fixed_s
 
 
 def test_a_lost_worker_is_not_chosen_until_it_is_back() -> None:
