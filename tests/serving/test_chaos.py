@@ -139,6 +139,7 @@ def test_workers_die_amid_a_transfer(sound: Controls, prefill: str, decode: str)
         until(lambda: len(sound.alive()) == 4, "all workers are alive", BACK_WITHIN_S)
 
 
+@unproven
 def test_workers_die_after_prefills_part_while_decode_fetches(sound: Controls) -> None:
     with load(sound):
         with held(sound):
@@ -155,6 +156,7 @@ def test_workers_die_after_prefills_part_while_decode_fetches(sound: Controls) -
 # -- KV is damaged -------------------------------------------------------------------------------
 
 
+@unproven
 def test_every_damage_is_found(sound: Controls) -> None:
     """What was damaged, and nothing else, counts as corrupt; and no wrong token comes of it."""
     times = 2

@@ -47,13 +47,14 @@ def fault(decode: Any, endpoint: Endpoint) -> Iterator[Callable[..., None]]:
 
 
 def metric(endpoint: Endpoint, name: str) -> dict[tuple[str, ...], float]:
-    """Values of a metric of ours by its labels' values, in alphabetical order of the labels."""
+    """Values of a metric of ours by its labels' values, in alphabetical order of the labels; without a worker's role and node."""
     found = {}
     for line in endpoint.http.get("/metrics").text.splitlines():
         if line.startswith(name + "{"):
             labels, value = line.removeprefix(name + "{").rsplit("} ", 1)
             pairs = sorted(pair.split("=", 1) for pair in labels.split(","))
-            found[tuple(value.strip('"') for _, value in pairs)] = float(value)
+            key = tuple(value.strip('"') for label, value in pairs if label not in ("role", "node"))
+            found[key] = float(value)
     return found
 
 
