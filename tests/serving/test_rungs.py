@@ -47,7 +47,7 @@ def fault(decode: Any, endpoint: Endpoint) -> Iterator[Callable[..., None]]:
 
 
 def metric(endpoint: Endpoint, name: str) -> dict[tuple[str, ...], float]:
-    """Values of a metric of ours by its labels' values, in alphabetical order of the labels; without a worker's role and node."""
+    """Values of a metric of ours by its labels' values, those in alphabetical order; not by role and node."""
     found = {}
     for line in endpoint.http.get("/metrics").text.splitlines():
         if line.startswith(name + "{"):
