@@ -188,6 +188,17 @@ class Receiver:
                 request_id, f"waited too long for its KV: {incoming.written} of {chunks} chunks arrived"
             )
 
+    def sender_lost(self, request_id: str) -> None:
+        """Its prefill worker is gone: fail the request unless all of its chunks have been announced.
+
+        What was announced is fetched all the same, and fails by itself if it has gone with its sender.
+        """
+        with self._lock:
+            incoming = self._incoming.get(request_id)
+            if incoming is None or (incoming.end is not None and len(incoming.tokens) >= incoming.end.chunks):
+                return
+        self._fail(request_id, f"its prefill worker was lost after announcing {len(incoming.tokens)} chunks")
+
     # -- the prefill worker's side ----------------------------------------------------------
 
     def deliver(self, delivery: Delivery, done: Done) -> None:

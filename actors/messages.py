@@ -266,6 +266,13 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class SenderLost:
+    """The prefill worker of these requests is gone: what it has not announced will not come."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """A delivery from worker to worker; answered by ``Taken`` with its number."""
 

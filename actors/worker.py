@@ -40,6 +40,7 @@ from actors.messages import (
     OutputBatch,
     Probe,
     ReceiveFrom,
+    SenderLost,
     Submit,
     Taken,
     WorkerInfo,
@@ -250,6 +251,9 @@ class Worker:
                 self._submit(frame, handover)
             case Abort(request_ids):
                 self._abort(request_ids)
+            case SenderLost(request_ids):
+                for request_id in request_ids:
+                    self._link_now().receiver.sender_lost(request_id)
             case Announce(number, delivery):
                 self._learn(delivery)
                 self._link_now().receiver.deliver(delivery, lambda took: channel.send(Taken(number, took)))

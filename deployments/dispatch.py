@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -199,13 +200,21 @@ class Dispatcher:
                 self._retry(flight, reason)
 
     def on_lost(self, worker: WorkerClient, reason: str) -> None:
-        """A worker is gone: try its requests elsewhere."""
+        """A worker is gone: try its requests elsewhere.
+
+        Of those that it has prefilled, the decode worker knows whether all KV has been announced; nobody
+        else would tell it that the rest will not come.
+        """
         name = worker.info.name
         self.planner.fleet.lost(name)
+        handed_over = defaultdict[str, list[str]](list)
         for flight in list(self._flights.values()):
-            needs_prefill = flight.route.prefill == name and flight.prefilling
-            if needs_prefill or flight.route.decode == name:
+            if flight.route.decode == name or (flight.route.prefill == name and flight.prefilling):
                 self._retry(flight, f"worker {name} was lost: {reason}")
+            elif flight.route.prefill == name:
+                handed_over[flight.route.decode].append(flight.engine_id)
+        for decode, engine_ids in handed_over.items():
+            self._workers[decode].sender_lost(engine_ids)
 
     def _flight(self, engine_id: str) -> Flight | None:
         """Return the flight that a worker's id belongs to, unless that attempt is over."""

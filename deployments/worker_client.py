@@ -13,7 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.channel import Channel, dial
-from actors.messages import Abort, Handover, Hello, OutputBatch, Submit, WorkerInfo, WorkerStats
+from actors.messages import (
+    Abort,
+    Handover,
+    Hello,
+    OutputBatch,
+    SenderLost,
+    Submit,
+    WorkerInfo,
+    WorkerStats,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +88,10 @@ class WorkerClient:
         """Tell the worker to forget requests; not waited for."""
         self._send(Abort(tuple(request_ids)))
 
+    def sender_lost(self, request_ids: Sequence[str]) -> None:
+        """Tell the worker that the prefill worker of these requests is gone; not waited for."""
+        self._send(SenderLost(tuple(request_ids)))
+
     async def stats(self) -> WorkerStats:
         """Return the worker's counters.
 
@@ -107,7 +120,7 @@ class WorkerClient:
         # Processes of one machine share the clock; a smaller offset is measuring noise.
         return best[1] if abs(best[1]) > best[0] else 0.0
 
-    def _send(self, message: Submit | Abort) -> None:
+    def _send(self, message: Submit | Abort | SenderLost) -> None:
         if self._channel is not None:
             self._channel.send(message)
 

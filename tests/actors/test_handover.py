@@ -869,6 +869,50 @@ def test_a_failure_that_overtakes_its_request_is_told_when_that_comes(pair: Pair
     assert pair.receiver.expect("another", 60.0) is None
 
 
+# -- the prefill worker is lost ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("announced", [0, 1, 3], ids=["nothing", "a chunk", "all but the end"])
+def test_what_a_lost_sender_has_not_announced_is_not_waited_for(pair: Pair, announced: int) -> None:
+    pair.expect()
+    pair.open()
+    pair.prefill()
+    if announced:
+        pair.deliver(*range(announced))
+        until(lambda: pair.wire.dones() == [1] * announced, "what was announced is read")
+    pair.receiver.sender_lost(RID)
+    assert pair.failed() == f"its prefill worker was lost after announcing {announced} chunks"
+    pair.receiver.sender_lost(RID)
+    assert len(pair.failures) == 1
+    pair.lose()
+
+
+def test_the_end_without_a_chunk_is_not_all_that_a_lost_sender_had_to_say(pair: Pair) -> None:
+    """Chunks may come by another way than the end, and be lost on it."""
+    pair.expect()
+    pair.open()
+    pair.prefill()
+    pair.deliver(0, 2, 3)
+    pair.receiver.sender_lost(RID)
+    assert pair.failed() == "its prefill worker was lost after announcing 2 chunks"
+    pair.lose()
+
+
+def test_what_a_lost_sender_has_announced_is_loaded(pair: Pair) -> None:
+    pair.expect()
+    pair.open()
+    pair.prefill()
+    pair.transport.open.clear()
+    pair.deliver()
+    pair.receiver.sender_lost(RID)
+    pair.transport.open.set()
+    pair.loaded()
+    pair.receiver.sender_lost(RID)
+    pair.receiver.sender_lost("nobody's")
+    assert pair.failures == []
+    assert pair.written() == ALL
+
+
 # -- deadlines -----------------------------------------------------------------------------------
 
 

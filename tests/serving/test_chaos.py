@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from asking import SETTLED_WITHIN_S
 from comparing import prompt
-from test_storm import FAKE, VOCAB, cluster_file
+from test_storm import VOCAB
 
 from actors.fake_kv import continuation
-from cluster.file import ClusterFile
-from experiments.chaos import Parameters, strike
+from experiments.chaos import Parameters, cluster_file, strike
 from experiments.faulty_serve import CommandError, Controls, gone, served_faulty, until
 from experiments.storm import Load, plans, wrong
 from kv.faulty import DAMAGES, Fault
@@ -43,16 +42,9 @@ PLANS = plans(400, 3, PROMPTS, MOST_TOKENS, aborted=0.0, decode_samples=0.0)
 @pytest.fixture(scope="module")
 def four(model: Path) -> Iterator[Controls]:
     """Two gateways, and two prefill and two decode nodes, each with one worker."""
-    data = cluster_file(model, **{**FAKE, "kv_blocks": 400, "step_ms": 4, "prefill_tokens_s": 20_000})
-    data["engine"]["max_num_batched_tokens"] = 256
-    for group in data["nodes"].values():
-        group |= {"count": 2, "object_store": "80MiB"}
-    data["workers"] = {"prefill": {"count": 2}, "decode": {"count": 2}}
-    data["gateway"]["replicas"] = 2
-    data["recompute"] = {"tokens_per_s": 1_000_000}
     # Ray goes on in files when a store is full, while the disk is not; here it may not.
     full = {"RAY_local_fs_capacity_threshold": "0.01"}
-    with served_faulty(ClusterFile.model_validate(data), full) as controls:
+    with served_faulty(cluster_file(str(model)), full) as controls:
         yield controls
 
 
@@ -127,8 +119,8 @@ def held(controls: Controls, rung: str = "tcp", then: Sequence[Fault] = ()) -> I
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [("post 0", "take 0"), ("post 1", "take 1")],
-    ids=["before the first", "between chunks"],
+    [("post 0", "take 0"), ("post 1", "take 1"), ("post end", "take end")],
+    ids=["before the first", "between chunks", "before the end"],
 )
 def test_workers_die_amid_a_transfer(sound: Controls, prefill: str, decode: str) -> None:
     with load(sound):

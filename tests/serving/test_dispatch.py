@@ -54,6 +54,9 @@ class Client:
     def abort(self, request_ids: Sequence[str]) -> None:
         self.log += [("abort", request_id) for request_id in request_ids]
 
+    def sender_lost(self, request_ids: Sequence[str]) -> None:
+        self.log += [("sender lost", request_id) for request_id in request_ids]
+
 
 class Pair:
     """A dispatcher, a prefill and a decode worker, and what the client has been given."""
@@ -275,9 +278,11 @@ async def test_before_its_first_token_it_can_start_again(pair: Pair) -> None:
 
 @scenario
 async def test_a_prefill_worker_whose_part_is_done_may_die(pair: Pair) -> None:
+    """Whether all KV has been announced, decode knows."""
     await pair.submit()
     await pair.output(pair.p, 7, end=FinishReason.LENGTH)
     await pair.lose(pair.p)
+    assert pair.d.log[-1] == ("sender lost", "r.0")
     assert pair.record.facts["attempts"] == 1
     await pair.output(pair.d, 8, end=FinishReason.LENGTH)
     assert pair.tokens == [7, 8]
