@@ -82,10 +82,9 @@ class Node:
         """Drop every TCP packet that comes here from a port or for it; nobody is told."""
         # What is for this node itself is looked up first of all, so that rule makes place.
         _run(*self.prefix, "ip", "rule", "add", "pref", "10", "lookup", "local")
+        match = ("iif", DEVICE, "ipproto", "tcp")  # of packets that are sent, the sender would be told
         for end in ("dport", "sport"):
-            _run(
-                *self.prefix, "ip", "rule", "add", "pref", "5", "ipproto", "tcp", end, str(port), "blackhole"
-            )
+            _run(*self.prefix, "ip", "rule", "add", "pref", "5", *match, end, str(port), "blackhole")
         _run(*self.prefix, "ip", "rule", "delete", "pref", "0")
 
     def pass_all(self) -> None:
