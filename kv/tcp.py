@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 NONCE_BYTES, ID_BYTES, MAC_BYTES = 16, 16, 32
 HEAD = struct.Struct(f"!{ID_BYTES}sI")
 ANSWER = struct.Struct("!BQ")
+TIMEVAL = struct.Struct("@ll")
 OK, GONE, DENIED = 0, 1, 2
 IOV_MAX = 512
 """Pieces per system call; Linux takes 1024."""
@@ -214,9 +215,9 @@ class TcpTransport:
 
     def _answer(self, connection: socket.socket, nonce: bytes, sequence: int) -> bool:
         """Serve one request; return whether to go on."""
-        connection.settimeout(IDLE_TIMEOUT_S if sequence else STRANGER_TIMEOUT_S)
+        _limit(connection, IDLE_TIMEOUT_S if sequence else STRANGER_TIMEOUT_S)
         head = _receive(connection, HEAD.size)
-        connection.settimeout(STALL_TIMEOUT_S)
+        _limit(connection, STALL_TIMEOUT_S)
         payload_id, count = HEAD.unpack(head)
         if count > 1 << 20:
             return False
@@ -252,7 +253,7 @@ class TcpTransport:
             raise TransferError(
                 f"{ticket.host}:{ticket.port} has a certificate that tls.authority has not signed: {error}"
             ) from error
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:
             raise TransferTimeout(
                 f"{ticket.nbytes} bytes from {ticket.host}:{ticket.port} did not arrive in {timeout_s:.1f} s"
             ) from error
@@ -315,6 +316,8 @@ class _Connection:
             return True
         except OSError:
             return False
+        finally:
+            self.socket.setblocking(True)
         return False
 
     def shake_hands(self, deadline: float) -> None:
@@ -328,7 +331,7 @@ class _Connection:
         """Ask for runs and read them into ``targets``."""
         if not self._nonce:
             self._nonce = _receive(self.socket, NONCE_BYTES, deadline)
-        self.socket.settimeout(_left(deadline))
+        _limit(self.socket, _left(deadline))
         request = HEAD.pack(ticket.payload, len(wanted)) + struct.pack(f"!{len(wanted)}I", *wanted)
         self.socket.sendall(request + _mac(key, self._nonce, self._sequence, request))
         self._sequence += 1
@@ -356,6 +359,22 @@ def _left(deadline: float) -> float:
 
 def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(None)  # see _limit
+
+
+def _limit(connection: socket.socket, seconds: float) -> None:
+    """Bound every later call on a connection, which raises TimeoutError (TLS) or BlockingIOError.
+
+    The kernel waits, and not Python: so one call moves all there is to move, however long that takes to come.
+    """
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(seconds)
+        return
+    microseconds = max(1, int(seconds * 1e6))  # none at all would be for ever
+    limit = TIMEVAL.pack(*divmod(microseconds, 1_000_000))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _wrap(context: ssl.SSLContext, connection: socket.socket, server_side: bool) -> socket.socket:
@@ -374,7 +393,7 @@ def _receive(connection: socket.socket, size: int, deadline: float | None = None
     data = bytearray()
     while len(data) < size:
         if deadline is not None:
-            connection.settimeout(_left(deadline))
+            _limit(connection, _left(deadline))
         piece = connection.recv(size - len(data))
         if not piece:
             raise ConnectionError("the connection was closed")
@@ -404,7 +423,7 @@ def _read_into(connection: socket.socket, targets: Sequence[Run], deadline: floa
     for start in range(0, len(pieces), IOV_MAX):
         batch = pieces[start : start + IOV_MAX]
         while batch:
-            connection.settimeout(_left(deadline))
+            _limit(connection, _left(deadline))
             read = connection.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
             if read == 0:
                 raise ConnectionError("the connection was closed in the middle of a payload")
