@@ -18,6 +18,7 @@ from cluster.explain import explain
 from cluster.fake import FAKE, FakeEngine
 from cluster.names import AT_UNITS, HEAD, ROLES, GroupRole, Role, at, roles_of
 from cluster.placement import WorkerAsk
+from cluster.pods import Kubernetes
 from cluster.ranks import RANKS, kv_heads_of, ranks_of, require_divisible
 from cluster.sizes import Size
 
@@ -272,7 +273,7 @@ class ClusterFile(_Model):
     s3: the bucket that they go through when no direct way works; none unless set.
     tls: certificates to encrypt KV with: it goes directly (tcp) then, or through the bucket, not through Ray.
     router: how requests are routed. slo: objectives, beyond which requests are refused; none unless set.
-    hosts: the machines of the nodes, for `ray up`.
+    hosts: the machines of the nodes, for `ray up`. kubernetes: what is needed where the nodes are pods.
     """
 
     name: Name = "handoff"
@@ -283,6 +284,7 @@ class ClusterFile(_Model):
     s3: S3 | None = None
     tls: Tls | None = None
     hosts: Hosts | None = None
+    kubernetes: Kubernetes | None = None
     recompute: Recompute = Recompute()
     router: Router = Router()
     slo: Slo = Slo()
@@ -354,6 +356,17 @@ class ClusterFile(_Model):
             if addresses.count(address) > 1:
                 raise ValueError(
                     f"hosts: {address} is there twice; a machine takes one node, which may have more slots"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _pods_are_nodes(self) -> Self:
+        names = {*self.nodes, *(node.name for node in self.each_node())}
+        for name in self.kubernetes.pods if self.kubernetes is not None else ():
+            if name not in names:
+                raise ValueError(
+                    f"kubernetes.pods.{name}: there is no such group or node in this file; "
+                    f"valid: {', '.join(sorted(names))}"
                 )
         return self
 

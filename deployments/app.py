@@ -43,10 +43,8 @@ def serving(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
 
     Raises what ``start_workers`` raises, and ``StartError`` if the gateway does not come up.
     """
-    if running := [
-        actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if _is_worker(actor)
-    ]:
-        raise StartError(f"this cluster is serving already ({', '.join(running)}); stop that first")
+    if running := running_workers():
+        raise StartError(f"this cluster is serving already ({', '.join(sorted(running))}); stop that first")
     _check_gateway(file)  # before the long work
     workers = start_workers(file, progress)
     try:
@@ -67,7 +65,7 @@ def update(file: ClusterFile, progress: Progress) -> None:
     Raises ``StartError`` if nothing is served, or the new gateways do not come up.
     """
     asked = [ask.name for ask in file.asks()]
-    found = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if _is_worker(actor)}
+    found = running_workers()
     if found != set(asked):
         raise StartError(
             f"the cluster's workers are {', '.join(sorted(found)) or 'none'}, the file's {', '.join(asked)}: "
@@ -101,8 +99,14 @@ def _served_name(file: ClusterFile) -> str:
     return file.served_model_name or Path(file.model).name
 
 
-def _is_worker(actor: dict[str, str]) -> bool:
-    return actor["namespace"] == NAMESPACE and "-worker-" in (actor["name"] or "")
+def running_workers() -> set[str]:
+    """Return the names of the workers that are there."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {
+        actor["name"]
+        for actor in actors
+        if actor["namespace"] == NAMESPACE and "-worker-" in (actor["name"] or "")
+    }
 
 
 def _routing(file: ClusterFile) -> Routing:
@@ -116,8 +120,8 @@ def _routing(file: ClusterFile) -> Routing:
     return Routing(file.router.mode, file.router.shadow, slo(file.slo), classes)
 
 
-def _run_gateways(file: ClusterFile, workers: Sequence[str], progress: Progress) -> str:
-    """Bring up the gateways, or replace those that are there; return their URL."""
+def gateways(file: ClusterFile, workers: Sequence[str]) -> serve.Application:
+    """Return the gateways in front of these workers as what Serve runs."""
     spec = GatewaySpec(
         model=file.model,
         served_name=_served_name(file),
@@ -130,8 +134,6 @@ def _run_gateways(file: ClusterFile, workers: Sequence[str], progress: Progress)
         api_keys_file=file.gateway.api_keys_file,
         otlp_endpoint=file.gateway.otlp_endpoint,
     )
-    progress("starting the gateway")
-    serve.start(proxy_location="Disabled")  # replicas listen themselves; see deployments/gateway.py
     deployment = serve.deployment(
         Gateway,
         name="gateway",
@@ -141,8 +143,15 @@ def _run_gateways(file: ClusterFile, workers: Sequence[str], progress: Progress)
         max_surge_percent=100,  # an update starts a replica before it stops one
         ray_actor_options={"num_cpus": 1, "resources": {GATEWAY: 1}},
     )
+    return deployment.bind(spec)
+
+
+def _run_gateways(file: ClusterFile, workers: Sequence[str], progress: Progress) -> str:
+    """Bring up the gateways, or replace those that are there; return their URL."""
+    progress("starting the gateway")
+    serve.start(proxy_location="Disabled")  # replicas listen themselves; see deployments/gateway.py
     try:
-        serve.run(deployment.bind(spec), name=APP, route_prefix="/", blocking=False)
+        serve.run(gateways(file, workers), name=APP, route_prefix="/", blocking=False)
     except RuntimeError as error:
         raise StartError(f"the gateways did not come up: {error}") from error
     url = f"http://{file.gateway.host}:{file.gateway.port}"

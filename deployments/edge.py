@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import Counter
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
 from cluster.file import Limits
@@ -20,6 +20,8 @@ from deployments.ledger import Record, current
 
 OPEN = frozenset({"/health", "/ping", "/version", "/metrics"})
 """Paths that need no key: what load balancers and Prometheus ask for."""
+PROXY_HEALTH = "/-/healthz"
+"""Where Ray Serve's own proxy tells that it listens; KubeRay asks it before it sends a head requests."""
 ID_CHARACTERS = 128
 CLASS_HEADER = b"x-handoff-class"
 """Names the class of a request, whose objectives are in the cluster file (``slo.classes``)."""
@@ -61,6 +63,9 @@ class Edge:
         """See ASGI."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        if scope["path"] == PROXY_HEALTH:
+            await PlainTextResponse("success")(scope, receive, send)
             return
         given = {name: value for name, value in scope["headers"] if name in _READ}
         request_id = given.get(b"x-request-id", b"").decode("latin-1")

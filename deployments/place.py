@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.errors import EngineStartError
 from actors.fingerprint import require_same
@@ -102,6 +101,7 @@ def _paths(files: dict[str, str]) -> dict[str, Path]:
 
 
 def _create(spec: WorkerSpec, ask: WorkerAsk, placement: Placement) -> Any:
+    """Create the actor. Only its node has the resources that it asks for, also when that comes back anew."""
     return (
         ray.remote(Worker)
         .options(
@@ -111,7 +111,6 @@ def _create(spec: WorkerSpec, ask: WorkerAsk, placement: Placement) -> Any:
             num_cpus=ask.cpus,
             num_gpus=ask.gpus,
             resources=placement.resources,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(placement.node_id, soft=False),
             max_restarts=RESTARTS,
             runtime_env={"env_vars": dict(ENGINE_ENV)},
             max_concurrency=10_000,
