@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.errors import EngineStartError
+from cluster.engine_options import UNDIVIDED
 from cluster.fake import FAKE, fake_of
 from cluster.ranks import RANKS, cpus_of_ranks, ranks_of, require_divisible
 
@@ -28,12 +29,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_TICK_S = 1.0
 """A waiting engine looks around this often even if nothing wakes it."""
-
-UNDIVIDED = (
-    *("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"),
-    "data_parallel_size",
-)
-"""Options that must be 1."""
 
 
 class Outputs(Protocol):

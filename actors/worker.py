@@ -51,7 +51,9 @@ from actors.peers import OnTaken, Peers
 from actors.rungs import Rungs
 from actors.secret import CHANNEL_PURPOSE, data_plane_key
 from actors.transports import make_transports, open_bucket
+from actors.versions import versions
 from cluster.fake import FAKE
+from cluster.model_config import is_path
 from kv.ladder import PROBE_SIZES
 from kv.transport import Transport, needs_ray
 
@@ -151,6 +153,10 @@ class Worker:
         """Raise if the engine is not able to serve."""
         if self._engine.error is not None:
             raise WorkerError(f"worker {self._spec.name}: the engine died: {self._engine.error!r}")
+
+    async def versions(self) -> tuple[str, dict[str, str]]:
+        """Return this worker's node and the versions there; answers before ``start``."""
+        return self._node, versions()
 
     async def clock(self) -> float:
         """Return this process's monotonic clock, for gateways on other machines."""
@@ -351,6 +357,11 @@ class Worker:
         assert self._listener is not None
         assert self._peers is not None
         path = Path(self._spec.model)
+        if not path.is_dir() and is_path(self._spec.model):
+            raise EngineStartError(
+                f"model: {path} is no folder on this node; copy the model there, or set `model` of its "
+                f"node group"
+            )
         path = path if path.is_dir() else Path(get_model_path(self._spec.model))
         self._files = model_files(path, weights_needed=FAKE not in self._spec.engine)
         self._bucket = open_bucket(self._spec)

@@ -8,6 +8,11 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from cluster.patterns import WORDS
+
+_UNITS = {"_ms": "a number of milliseconds, such as 2000", "_s": "a number of seconds, such as 30"}
+_NOT_A_MAPPING = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
+
 
 def nearest(word: str, valid: Iterable[str]) -> str | None:
     """The entry of `valid` that `word` was most likely meant to be, or None if nothing is close."""
@@ -17,10 +22,14 @@ def nearest(word: str, valid: Iterable[str]) -> str | None:
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
     """One line for each mistake in `error`, which came from validating `root`."""
-    lines = [_line(detail, root) for detail in error.errors()]
-    if len(lines) == 1:
-        return lines[0]
-    return f"{len(lines)} mistakes\n" + "\n".join(f"  {line}" for line in lines)
+    return listed([_line(detail, root) for detail in error.errors()])
+
+
+def listed(mistakes: Sequence[str]) -> str:
+    """One mistake as it is, several below each other."""
+    if len(mistakes) == 1:
+        return mistakes[0]
+    return f"{len(mistakes)} mistakes\n" + "\n".join(f"  {mistake}" for mistake in mistakes)
 
 
 def _line(detail: ErrorDetails, root: type[BaseModel]) -> str:
@@ -37,7 +46,16 @@ def _line(detail: ErrorDetails, root: type[BaseModel]) -> str:
     if not where:
         return message
     if kind == "string_pattern_mismatch":
-        message = f"valid: text that matches {detail.get('ctx', {}).get('pattern')}"
+        pattern = detail.get("ctx", {}).get("pattern", "")
+        message = f"valid: {WORDS.get(pattern, f'text that matches {pattern}')}"
+    elif kind in _NOT_A_MAPPING:
+        valid = _model_at(root, location).model_fields if kind.startswith("model") else ()
+        message = (
+            f"give a mapping{f' with some of the keys {_names(valid)}' if valid else ' of names to values'}"
+        )
+    elif kind.startswith(("float", "int")):
+        unit = next((text for end, text in _UNITS.items() if str(location[-1]).endswith(end)), None)
+        message = message if unit is None else f"give {unit}"
     return f"{where}: {detail['input']!r} is not valid: {message}"
 
 
@@ -45,7 +63,11 @@ def _unknown_key(where: str, location: Sequence[int | str], root: type[BaseModel
     valid = list(_model_at(root, location[:-1]).model_fields)
     guess = nearest(str(location[-1]), valid)
     hint = f"did you mean {guess!r}? " if guess else ""
-    return f"{where}: unknown key; {hint}valid: {', '.join(valid)}"
+    return f"{where}: unknown key; {hint}valid: {_names(valid)}"
+
+
+def _names(fields: Iterable[str]) -> str:
+    return ", ".join(fields)
 
 
 def _model_at(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel]:

@@ -8,28 +8,31 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from cluster.consistent import mistakes
 from cluster.errors import ClusterFileError
-from cluster.explain import explain
+from cluster.explain import explain, listed
 from cluster.fake import FAKE, FakeEngine
 from cluster.names import AT_UNITS, HEAD, ROLES, GroupRole, Role, at, roles_of
+from cluster.patterns import (
+    BUCKET_PATTERN,
+    ENDPOINT_PATTERN,
+    LABEL_KEY_PATTERN,
+    LABEL_VALUE_PATTERN,
+    NAME_PATTERN,
+    PREFIX_PATTERN,
+    ROLE_PATTERN,
+    URL_PATTERN,
+    VARIABLE_PATTERN,
+)
 from cluster.placement import WorkerAsk
 from cluster.pods import Kubernetes
-from cluster.ranks import RANKS, kv_heads_of, ranks_of, require_divisible
+from cluster.ranks import RANKS, ranks_of
 from cluster.sizes import Size
-
-NAME_PATTERN: Final = r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$"
-_WORD = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
-LABEL_KEY_PATTERN: Final = rf"^([a-z0-9][a-z0-9.-]{{0,251}}/)?{_WORD}$"
-LABEL_VALUE_PATTERN: Final = rf"^({_WORD})?$"
-BUCKET_PATTERN: Final = r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$"
-PREFIX_PATTERN: Final = r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*$"
-ENDPOINT_PATTERN: Final = r"^[A-Za-z0-9.-]+(:[0-9]{1,5})?$"
-ROLE_PATTERN: Final = r"^arn:[a-z-]+:iam::[0-9]{12}:role/.+$"
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 LabelKey = Annotated[str, Field(pattern=LABEL_KEY_PATTERN)]
@@ -71,7 +74,7 @@ class Gateway(_Model):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     replicas: Annotated[int, Field(ge=1)] = 1
     api_keys_file: Annotated[str, Field(min_length=1)] | None = None
-    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] | None = None
+    otlp_endpoint: Annotated[str, Field(pattern=URL_PATTERN)] | None = None
     limits: Limits = Limits()
     options: Mapping[str, Any] = {}
 
@@ -199,7 +202,7 @@ class Hosts(_Model):
     port: Annotated[int, Field(ge=1, le=65535)] = 6379
     ssh_user: Annotated[str, Field(min_length=1)]
     ssh_key: Annotated[str, Field(min_length=1)] = "~/.ssh/id_ed25519"
-    env: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    env: Mapping[Annotated[str, Field(pattern=VARIABLE_PATTERN)], str] = {}
 
     @property
     def head_address(self) -> str:
@@ -372,14 +375,14 @@ class ClusterFile(_Model):
 
     @model_validator(mode="after")
     def _fake_options_valid(self) -> Self:
-        for where, engine in self._engines():
+        for where, engine in self.engines():
             if FAKE in engine:
                 _check_fake(f"{where}.{FAKE}", engine[FAKE])
         return self
 
     @model_validator(mode="after")
     def _ranks_valid(self) -> Self:
-        for where, engine in self._engines():
+        for where, engine in self.engines():
             try:
                 ranks_of(engine)
             except ValueError as error:
@@ -391,7 +394,7 @@ class ClusterFile(_Model):
                 )
         return self
 
-    def _engines(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def engines(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Where engine options are, and which."""
         yield "engine", self.engine
         yield from ((f"nodes.{name}.engine", group.engine) for name, group in self.nodes.items())
@@ -460,7 +463,7 @@ def load(path: Path) -> ClusterFile:
     Raises ClusterFileError, whose message has a line for each mistake: where, what is there, what is valid.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a safe one
     except OSError as error:
         raise ClusterFileError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -471,21 +474,25 @@ def load(path: Path) -> ClusterFile:
         file = ClusterFile.model_validate(_with_paths(data, path.resolve().parent))
     except ValidationError as error:
         raise ClusterFileError(f"{path}: {explain(error, ClusterFile)}") from error
-    try:
-        _require_heads(file)
-    except ValueError as error:
-        raise ClusterFileError(f"{path}: {error}") from error
+    if found := list(mistakes(file)):
+        raise ClusterFileError(f"{path}: {listed(found)}")
     return file
 
 
-def _require_heads(file: ClusterFile) -> None:
-    """Raise ValueError unless ranks share the heads of every model that is here to be looked at."""
-    models = {file.model, *(group.model for group in file.nodes.values() if group.model is not None)}
-    for role, workers in file.workers.items():
-        where = f"workers.{role}.engine.{RANKS}" if RANKS in workers.engine else f"engine.{RANKS}"
-        for model in sorted(models):
-            if workers.count and (heads := kv_heads_of(model)) is not None:
-                require_divisible(model, heads, file.ranks(role), where)
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML would take the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """See the base class."""
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is there twice; keep one of them", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _check_fake(where: str, options: Any) -> None:

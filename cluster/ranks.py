@@ -1,8 +1,6 @@
 """Engines of several tensor-parallel ranks: how many, whether a model can be divided so, and their CPUs."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 RANKS: Final = "tensor_parallel_size"
@@ -25,17 +23,6 @@ def require_divisible(model: str, kv_heads: int, ranks: int, where: str = RANKS)
             f"{where} is {ranks}, and {model} has {kv_heads} key-value heads, which that does not divide; "
             f"choose one of {fitting}"
         )
-
-
-def kv_heads_of(model: str) -> int | None:
-    """Key-value heads by a model folder's `config.json`; None if it is not here, or does not say."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    config = config.get("text_config", config)
-    heads = config.get("num_key_value_heads", config.get("num_attention_heads"))
-    return heads if isinstance(heads, int) else None
 
 
 def cpus_of_ranks(bind: str | None, ranks: int) -> str:

@@ -17,6 +17,7 @@ _UNITS: Final = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_WRITTEN: Final = ("KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB")
 _PATTERN: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
 
 
@@ -25,13 +26,18 @@ def parse(value: object) -> int:
 
     Raises ValueError for anything else.
     """
+    hint = ""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and (match := _PATTERN.match(value)):
         unit = _UNITS.get(match[2].upper())
         if unit is not None:
             return int(float(match[1]) * unit)
-    raise ValueError('a size is a number of bytes or text such as "4GiB" or "500MB"')
+        if meant := next(
+            (u for u in _WRITTEN if u.upper() in (f"{match[2]}B".upper(), match[2].upper()[:3])), None
+        ):
+            hint = f'; did you mean "{match[1]}{meant}"?'
+    raise ValueError(f'a size is a number of bytes or text such as "4GiB" or "500MB"{hint}')
 
 
 def show(size: float) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from cluster import preflight
 from cluster.errors import AlreadyRunningError, BringUpError
 from cluster.file import ClusterFile
 from cluster.launch import (
@@ -22,18 +22,15 @@ from cluster.launch import (
     Ports,
     cluster_environment,
     launches,
-    shared_memory,
 )
 from cluster.network import free_ports
 from cluster.running import LocalCluster, running, terminate
-from cluster.sizes import show
 from cluster.state import NodeStatus, Plan, StateDir
 from cluster.supervisor import KEEP
 
 Progress = Callable[[str], None]
 
 _POLL_S: Final = 0.1
-_SHARED_MEMORY: Final = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Start:
     @classmethod
     def of(cls, file: ClusterFile) -> "Start":
         """Take the name, write down what to start, and start the supervisor."""
-        _check_shared_memory(file)
+        preflight.require(file)
         began = time.monotonic()
         state = StateDir.of(file.name)
         lock = _lock(state, file.name)
@@ -166,18 +163,6 @@ def _spawn(state: StateDir, plan: Plan, lifeline: int, lock: int) -> subprocess.
             stderr=subprocess.STDOUT,
             pass_fds=(lifeline, lock),
             start_new_session=True,
-        )
-
-
-def _check_shared_memory(file: ClusterFile) -> None:
-    """Ray would silently put a store that does not fit on disk, where it is a hundred times slower."""
-    if not _SHARED_MEMORY.is_dir():
-        return
-    needed, free = shared_memory(file), shutil.disk_usage(_SHARED_MEMORY).free
-    if needed > free:
-        raise BringUpError(
-            f"the object stores of {file.name!r} need {show(needed)} of shared memory, but {_SHARED_MEMORY} "
-            f"has {show(free)} free; lower object_store under `nodes`, or enlarge {_SHARED_MEMORY}"
         )
 
 

@@ -12,9 +12,9 @@ import ray
 from ray import serve
 
 from actors.peers import NAMESPACE
+from cluster import api_keys
 from cluster.file import ClusterFile, Objectives
 from cluster.names import GATEWAY
-from deployments import keys
 from deployments.errors import StartError
 from deployments.gateway import DRAIN_S, Gateway, GatewaySpec, listen
 from deployments.options import server_arguments
@@ -91,7 +91,7 @@ def _shutdown() -> None:
 def _check_gateway(file: ClusterFile) -> None:
     """Raise ``StartError`` for what would keep the gateway from starting on this node."""
     listen(file.gateway.host, file.gateway.port, shared=False).close()
-    keys.read(file.gateway.api_keys_file)
+    api_keys.read(file.gateway.api_keys_file)
     server_arguments(file.model, _served_name(file), file.gateway.options)
 
 

@@ -42,6 +42,11 @@ def served(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
     """
     with contextlib.ExitStack() as stack:
         if file.hosts is not None:
+            if not HOSTS_TOKEN.is_file():
+                raise NotRunningError(
+                    f"hosts: {HOSTS_TOKEN} is not here, which holds the cluster's token; serve from a "
+                    f"machine of the cluster, which `ray up` copies it to: ray exec FILE 'handoff serve ...'"
+                )
             join(f"{file.hosts.head_address}:{file.hosts.port}", HOSTS_TOKEN)
             stack.callback(ray.shutdown)
             wait_for_nodes(file, progress)

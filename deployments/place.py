@@ -15,6 +15,7 @@ from actors.errors import EngineStartError
 from actors.fingerprint import require_same
 from actors.messages import WorkerInfo, WorkerSpec
 from actors.peers import NAMESPACE
+from actors.versions import require_equal, versions
 from actors.worker import ENGINE_ENV, Worker
 from cluster.file import ClusterFile
 from cluster.nodes import snapshot
@@ -49,6 +50,7 @@ def start_workers(file: ClusterFile, progress: Progress) -> list[PlacedWorker]:
     Raises:
         cluster.errors.PlacementError: a worker fits on no node; says what each node offers.
         EngineStartError: vLLM refused the model or the options.
+        VersionsDiffer: two nodes have different versions of vLLM, Ray, Python or Handoff.
         ModelFilesDiffer: two nodes have different model files.
         kv.errors.LayoutMismatch: two workers' KV caches cannot be exchanged.
         StartError: a worker did not start in time.
@@ -121,11 +123,12 @@ def _create(spec: WorkerSpec, ask: WorkerAsk, placement: Placement) -> Any:
 
 def _wait_started(handles: dict[str, Any], progress: Progress) -> list[WorkerInfo]:
     started = time.monotonic()
-    scheduled = {handle.clock.remote(): name for name, handle in handles.items()}
+    scheduled = {handle.versions.remote(): name for name, handle in handles.items()}
     _, unscheduled = ray.wait(list(scheduled), num_returns=len(scheduled), timeout=SCHEDULED_WITHIN_S + 20)
     if unscheduled:
         names = ", ".join(scheduled[reference] for reference in unscheduled)
         raise StartError(f"Ray has not started {names}; see `handoff status` for what the nodes have free")
+    require_equal(versions(), dict(_result(reference) for reference in scheduled))
     pending = {handle.start.remote(): name for name, handle in handles.items()}
     infos: dict[str, WorkerInfo] = {}
     while pending:

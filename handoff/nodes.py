@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.errors import NotRunningError
@@ -15,12 +16,25 @@ from cluster.local import up as start
 from cluster.report import NodeReport, report
 from handoff import console
 
+EXAMPLE = """\
+name: two-groups
+model: ../models/tiny       # a folder, or a hub id
+engine: {max_model_len: 4096}
+nodes:
+  prefill: {role: prefill, cpus: 4, memory: 8GiB}
+  decode: {role: decode, count: 2, cpus: 2, slots: 2}
+workers:
+  prefill: {count: 1, cpus: 4}
+  decode: {count: 4, cpus: 1}
+"""
+
 Name = Annotated[str | None, typer.Argument(help="Name of the cluster; not needed if only one runs.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the top level."""
-    for command in (up, status, down):
+    app.command(no_args_is_help=True, epilog=_about_files())(up)
+    for command in (status, down):
         app.command()(command)
 
 
@@ -31,6 +45,10 @@ def up(
     ] = False,
 ) -> None:
     """Start the nodes of a cluster file on this machine, and return when all are alive.
+
+    Each node is a Ray node of its own. What is wrong with the file, or with this machine for it (ports,
+    shared memory, the model, credentials), is said before anything starts. Then `handoff serve FILE` starts
+    workers and gateway on them, and `handoff down` ends all.
 
     Example: [bold]handoff up examples/local.yaml[/bold]
     """
@@ -62,6 +80,17 @@ def down(name: Name = None) -> None:
     Example: [bold]handoff down local[/bold]
     """
     end(name or _the_one(None).name, console.progress())
+
+
+def _about_files() -> str:
+    """What a cluster file is, for the end of the help; paragraphs of it are kept as they are."""
+    lines = "\n\n".join(escape(line) for line in EXAMPLE.splitlines())
+    return (
+        f"[bold]A cluster file[/bold] with two groups of nodes, three nodes in all:\n\n{lines}\n\n"
+        "A worker takes a slot of its role, and its CPUs, on a node. Sizes have units (8GiB, 500MB); those of "
+        "times are in the key (ttft_ms, timeout_s). Also: gateway (host, port), transport, s3, tls, router, slo, "
+        "hosts. All keys, by example: docs/clusters.md."
+    )
 
 
 def _announce(cluster: LocalCluster) -> None:

@@ -44,9 +44,13 @@ def render(
             raise typer.BadParameter("kustomize reads a folder; give one", param_hint="--out")
         _kustomize(load(path), path, out)
         return
-    from cluster.ray_up import shown
+    from cluster.preflight import hosts_notes
+    from cluster.ray_up import HOSTS_TOKEN, shown
 
-    text = shown(load(path), path)
+    file = load(path)
+    text = shown(file, path)
+    for note in hosts_notes(file, HOSTS_TOKEN):
+        console.err.print(f"note: {note}", style="yellow")
     if out is None:
         typer.echo(text, nl=False)
     else:

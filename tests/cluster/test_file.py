@@ -15,7 +15,7 @@ MINIMAL = """
 model: some/model
 nodes:
   a: {role: prefill, count: 2, memory: 2GiB, object_store: 500MB, slots: 3, labels: {zone: x}}
-  b: {role: both, model: /weights/here, engine: {max_model_len: 64}}
+  b: {role: both, slots: 2, cpus: 3, model: /weights/here, engine: {max_model_len: 64}}
 engine: {max_model_len: 128, seed: 1}
 workers:
   decode: {count: 2, node: b-0, engine: {seed: 2}}
@@ -61,7 +61,7 @@ def test_nodes_are_named_after_their_group_in_the_order_of_the_file(tmp_path: Pa
 def test_roles_and_the_node_itself_become_ray_resources(tmp_path: Path) -> None:
     file = read(tmp_path, MINIMAL)
     assert file.resources_of(file.node("a-0")) == {"prefill": 3, "at:a-0": 1000}
-    assert file.resources_of(file.node("b-0")) == {"prefill": 1, "decode": 1, "at:b-0": 1000}
+    assert file.resources_of(file.node("b-0")) == {"prefill": 2, "decode": 2, "at:b-0": 1000}
 
 
 def test_the_more_specific_engine_argument_and_model_win(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_bucket_is_optional_and_given_to_the_workers_as_it_is(tmp_path: Path) 
     assert settings.endpoint == "minio.lan:9000"
     # The same keys and defaults; and whether it is a tier, which is not the bucket's affair.
     assert S3(bucket="abc").model_dump() == {**asdict(S3Settings("abc")), "tier": False}
-    assert read(tmp_path, "model: m\nnodes: {a: {role: both}}").s3 is None
+    assert read(tmp_path, "model: m\nnodes: {a: {role: both, cpus: 2}}").s3 is None
 
 
 TLS = "\ntls: {certificate: /c.pem, key: /c.key, authority: /ca.pem}\n"

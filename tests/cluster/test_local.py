@@ -251,7 +251,7 @@ def heed_interrupts() -> None:
 
 def begin(tmp_path: Path) -> tuple[subprocess.Popen[str], ClusterFile, Traces]:
     """`handoff up` in a process of its own, caught while its first node starts."""
-    file = small_file(a={"role": "both"})
+    file = small_file(a={"role": "both", "cpus": 2})
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(file.model_dump(mode="json")))
     command = subprocess.Popen(

@@ -7,9 +7,10 @@ import pytest
 
 from cluster.errors import ClusterFileError
 from cluster.file import ClusterFile, load
-from cluster.ranks import cpus_of_ranks, kv_heads_of, ranks_of, require_divisible
+from cluster.model_config import kv_heads_of
+from cluster.ranks import cpus_of_ranks, ranks_of, require_divisible
 
-NODES = "nodes: {a: {role: both, cpus: 8}}\n"
+NODES = "nodes: {a: {role: both, cpus: 8, gpus: 2}}\n"
 
 
 def read(tmp_path: Path, text: str, **config: object) -> ClusterFile:

@@ -29,7 +29,8 @@ def small_file(**nodes: dict[str, object]) -> ClusterFile:
     workers = {
         role: {"count": 0} for role in ("prefill", "decode") if role not in roles and "both" not in roles
     }
-    return ClusterFile.model_validate({"name": name, "model": "none", "nodes": groups, "workers": workers})
+    content = {"name": name, "model": "none", "nodes": groups, "workers": workers, "gateway": {"port": 0}}
+    return ClusterFile.model_validate(content)
 
 
 def alive(process: psutil.Process) -> bool:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from deployments.errors import StartError
-from deployments.keys import ENVIRONMENT, Keys, of_gateway, read
+from cluster.api_keys import read
+from cluster.errors import ClusterFileError
+from deployments.keys import ENVIRONMENT, Keys, of_gateway
 
 
 def keys_file(folder: Path, text: str, mode: int = 0o600) -> str:
@@ -22,7 +23,7 @@ def test_one_key_on_each_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])
 def test_what_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(StartError, match=rf"mode {mode:04o}.*chmod 600") as caught:
+    with pytest.raises(ClusterFileError, match=rf"mode {mode:04o}.*chmod 600") as caught:
         read(keys_file(tmp_path, "secret-key", mode))
     assert "secret-key" not in str(caught.value)
 
@@ -31,12 +32,14 @@ def test_what_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     ("text", "says"), [("", "no key"), ("# none\n", "no key"), ("a b\n", "blanks"), ("schlüssel\n", "ASCII")]
 )
 def test_files_that_hold_no_good_key(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(StartError, match=says):
+    with pytest.raises(ClusterFileError, match=says):
         read(keys_file(tmp_path, text))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"gateway\.api_keys_file .*nothing.* cannot be read.*No such file"):
+    with pytest.raises(
+        ClusterFileError, match=r"gateway\.api_keys_file .*nothing.* cannot be read.*No such file"
+    ):
         read(str(tmp_path / "nothing"))
 
 
