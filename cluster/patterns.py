@@ -13,6 +13,8 @@ ENDPOINT_PATTERN: Final = r"^[A-Za-z0-9.-]+(:[0-9]{1,5})?$"
 ROLE_PATTERN: Final = r"^arn:[a-z-]+:iam::[0-9]{12}:role/.+$"
 URL_PATTERN: Final = r"^https?://[^\s]+$"
 VARIABLE_PATTERN: Final = r"^[A-Za-z_][A-Za-z0-9_]*$"
+DNS_PATTERN: Final = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+IMAGE_PATTERN: Final = r"^[a-z0-9._:/-]+:[A-Za-z0-9._-]+$"
 
 WORDS: Final[Mapping[str, str]] = {
     NAME_PATTERN: "1 to 32 lower-case letters, digits and dashes, no dash at either end",
@@ -23,5 +25,7 @@ WORDS: Final[Mapping[str, str]] = {
     ENDPOINT_PATTERN: "HOST or HOST:PORT, without https://, which goes in s3.scheme",
     ROLE_PATTERN: "arn:aws:iam::ACCOUNT:role/NAME, the account having 12 digits",
     URL_PATTERN: "a URL that begins with http:// or https://",
+    DNS_PATTERN: "1 to 63 lower-case letters, digits and dashes, no dash at either end",
+    IMAGE_PATTERN: "an image with its tag, such as registry.example/handoff:0.1.0",
     VARIABLE_PATTERN: "the name of an environment variable: letters, digits and underscores",
 }

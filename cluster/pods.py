@@ -5,9 +5,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-DNS_PATTERN: Final = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
-IMAGE_PATTERN: Final = r"^[a-z0-9._:/-]+:[A-Za-z0-9._-]+$"
-VARIABLE_PATTERN: Final = r"^[A-Za-z_][A-Za-z0-9_]*$"
+from cluster.patterns import DNS_PATTERN, IMAGE_PATTERN, VARIABLE_PATTERN
+
 SECRETS: Final = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 Variable = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
