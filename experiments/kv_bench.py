@@ -213,7 +213,7 @@ def measure(parameters: Parameters, progress: Progress) -> Run:
             for link in links:
                 found.not_measured("everything", link, reason, progress)
         else:
-            with netns.network(2) as network:
+            with netns.network(2, attach_host=True) as network:  # for the S3 server, made ready from here
                 places = [(node.address, node.prefix) for node in network.nodes]
                 with ends_at(places, "cross-node", parameters, found, progress) as ends:
                     for link in links:
