@@ -121,6 +121,15 @@ class Rungs:
             logger.info("KV to %s goes over %s: %s", peer, first or "no rung", choice.reason)
         return choice
 
+    def unproven(self, peers: Sequence[str]) -> dict[str, str]:
+        """Return those of the peers that no probe has got to over a rung that works now, and why."""
+        with self._lock:
+            return {
+                peer: self._peer(peer).ladder.order(PROBE_SIZES[1], time.monotonic()).reason
+                for peer in peers
+                if not self._peer(peer).ladder.proven()
+            }
+
     def deadline_s(self, peer: str, rung: str, nbytes: int) -> float:
         """Return how long a fetch of that size may take."""
         with self._lock:

@@ -149,6 +149,10 @@ class Worker:
             for peer in ways
         ]
 
+    async def unproven(self, peers: list[str]) -> dict[str, str]:
+        """Return those of the peers that no test block of KV has got to yet, and why; probing goes on."""
+        return self._link_now().rungs.unproven(peers)
+
     async def check(self) -> None:
         """Raise if the engine is not able to serve."""
         if self._engine.error is not None:

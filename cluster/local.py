@@ -8,7 +8,7 @@ behind.
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from cluster.errors import NotRunningError
@@ -24,9 +24,12 @@ DEADLINE_S: Final = 180.0
 
 
 def up(
-    file: ClusterFile, progress: Progress = lambda _: None, deadline_s: float = DEADLINE_S
+    file: ClusterFile,
+    progress: Progress = lambda _: None,
+    deadline_s: float = DEADLINE_S,
+    then: Callable[[LocalCluster], None] = lambda _: None,
 ) -> LocalCluster:
-    """Start the nodes of `file` and return when all are alive.
+    """Start the nodes of `file` and return when all are alive and `then` has been done.
 
     Raises AlreadyRunningError if a cluster of that name runs, and BringUpError if a node dies, or is not
     alive after `deadline_s` seconds. After any exception, KeyboardInterrupt included, nothing is left but the
@@ -35,6 +38,7 @@ def up(
     start = Start.of(file)
     try:
         cluster = start.wait(progress, deadline_s)
+        then(cluster)
         start.keep()
     except BaseException:
         progress("ending what was started")

@@ -41,6 +41,19 @@ class Serving:
 def serving(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
     """Serve a cluster file's model on the Ray cluster this process is connected to, until the block ends.
 
+    Raises what ``start`` raises.
+    """
+    running = start(file, progress)
+    try:
+        yield running
+    finally:
+        progress("stopping the gateway and the workers")
+        _stop(running.workers)
+
+
+def start(file: ClusterFile, progress: Progress) -> Serving:
+    """Serve a cluster file's model on the Ray cluster this process is connected to; outlives this process.
+
     Raises what ``start_workers`` raises, and ``StartError`` if the gateway does not come up.
     """
     if running := running_workers():
@@ -49,10 +62,10 @@ def serving(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
     workers = start_workers(file, progress)
     try:
         url = _run_gateways(file, [worker.info.name for worker in workers], progress)
-        yield Serving(url, _served_name(file), tuple(workers))
-    finally:
-        progress("stopping the gateway and the workers")
+    except BaseException:
         _stop(workers)
+        raise
+    return Serving(url, _served_name(file), tuple(workers))
 
 
 def update(file: ClusterFile, progress: Progress) -> None:

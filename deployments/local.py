@@ -10,10 +10,10 @@ import ray
 from cluster.connect import connect, join
 from cluster.errors import NotRunningError
 from cluster.file import ClusterFile
-from cluster.local import held, running
+from cluster.local import LocalCluster, held, running
 from cluster.nodes import wait_for_nodes
 from cluster.ray_up import HOSTS_TOKEN
-from deployments.app import Serving, serving, update
+from deployments.app import Serving, serving, start, update
 from deployments.place import Progress
 
 
@@ -30,6 +30,15 @@ def replace_gateways(file: ClusterFile, progress: Progress) -> None:
         raise NotRunningError(f"no cluster called {file.name!r} runs here; serve it with: handoff serve FILE")
     try:
         update(file, progress)
+    finally:
+        ray.shutdown()
+
+
+def start_serving(cluster: LocalCluster, file: ClusterFile, progress: Progress) -> Serving:
+    """Serve a cluster file on its nodes here; outlives this process. See ``deployments.app.start``."""
+    connect(cluster)
+    try:
+        return start(file, progress)
     finally:
         ray.shutdown()
 

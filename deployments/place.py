@@ -32,6 +32,7 @@ SCHEDULED_WITHIN_S = 10.0
 """A worker that Ray has not started by then never will: what it needs has gone since it was placed."""
 STARTED_WITHIN_S = 600.0
 CONNECTED_WITHIN_S = 60.0
+PAIRS_EVERY_S = 0.5
 RESTARTS = -1
 """Without end: a worker may die once a week for years, and an engine that does not start ends nothing."""
 
@@ -86,10 +87,34 @@ def start_workers(file: ClusterFile, progress: Progress) -> list[PlacedWorker]:
             )
         for way in (line for reference in connected for line in _result(reference)):
             progress(way)
+        _wait_for_pairs(handles, infos, progress)
     except BaseException:
         stop_workers(list(handles.values()))
         raise
     return [PlacedWorker(handles[info.name], info) for info in infos]
+
+
+def _wait_for_pairs(handles: dict[str, Any], infos: Sequence[WorkerInfo], progress: Progress) -> None:
+    """Return when each prefill worker has got a test block of KV to each decode worker."""
+    deadline, told = time.monotonic() + CONNECTED_WITHIN_S, ""
+    senders = [info.name for info in infos if info.role == "prefill"]
+    receivers = [info.name for info in infos if info.role == "decode"]
+    while True:
+        asked = {name: handles[name].unproven.remote(receivers) for name in senders}
+        missing = [
+            f"{name} to {peer}: {why}" for name in senders for peer, why in _result(asked[name]).items()
+        ]
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            raise StartError(
+                f"no test block of KV has got over within {CONNECTED_WITHIN_S:g} s from "
+                f"{'; from '.join(missing)}. "
+                f"Nodes must reach each other's TCP ports (firewalls), or choose another `transport`"
+            )
+        if (telling := f"waiting for a test block of KV from {'; from '.join(missing)}") != told:
+            progress(told := telling)
+        time.sleep(PAIRS_EVERY_S)
 
 
 def stop_workers(handles: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""`handoff up`, `handoff status`, `handoff down`: the nodes of a cluster on this machine."""
+"""`handoff up`, `handoff down`: a cluster on this machine, and what it serves."""
 
 import time
 from pathlib import Path
@@ -6,15 +6,16 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from cluster.errors import NotRunningError
-from cluster.file import load
-from cluster.local import LocalCluster, clusters, held, running
+from cluster.file import ClusterFile, load
+from cluster.local import LocalCluster, Progress, held, running
 from cluster.local import down as end
 from cluster.local import up as start
-from cluster.report import NodeReport, report
-from handoff import console
+from cluster.network import accepts
+from handoff import console, interrupt
+from handoff.serve import Engine
+from handoff.status import Name, the_one
 
 EXAMPLE = """\
 name: two-groups
@@ -28,58 +29,86 @@ workers:
   decode: {count: 4, cpus: 1}
 """
 
-Name = Annotated[str | None, typer.Argument(help="Name of the cluster; not needed if only one runs.")]
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the top level."""
     app.command(no_args_is_help=True, epilog=_about_files())(up)
-    for command in (status, down):
-        app.command()(command)
+    app.command()(down)
 
 
 def up(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The cluster file.")],
+    nodes: Annotated[bool, typer.Option("--nodes", help="Only the nodes.")] = False,
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Stay, and take the nodes down on Ctrl-C.")
+        bool, typer.Option("--foreground", help="Only the nodes; stay, and take them down on Ctrl-C.")
     ] = False,
+    engine: Engine = "vllm",
 ) -> None:
-    """Start the nodes of a cluster file on this machine, and return when all are alive.
+    """Bring a cluster file up on this machine; return when it serves.
 
-    Each node is a Ray node of its own. What is wrong with the file, or with this machine for it (ports,
-    shared memory, the model, credentials), is said before anything starts. Then `handoff serve FILE` starts
-    workers and gateway on them, and `handoff down` ends all.
+    Each node is a Ray node of its own; on them are the workers and the OpenAI gateway. What is wrong with the
+    file, or with this machine for it (ports, shared memory, the model, credentials), is said before anything
+    starts. It serves once every worker has loaded the model and every prefill-decode pair has exchanged a test
+    block of KV. `handoff status` shows it, `handoff down` ends it.
 
     Example: [bold]handoff up examples/local.yaml[/bold]
     """
-    file = load(path)
+    file = load(path).faked() if engine == "fake" else load(path)
     progress = console.progress()
+    interrupt.end_in_order()
     if foreground:
         with held(file, progress) as cluster:
             _announce(cluster)
             _until_interrupted(cluster.name)
-    else:
+    elif nodes:
         _announce(start(file, progress))
+    else:
+        _announce(start(file, progress, then=lambda cluster: _serve(cluster, file, progress)))
 
 
-def status(name: Name = None) -> None:
-    """Show the nodes of the running clusters: roles, addresses, what they have and what is free.
-
-    Example: [bold]handoff status local[/bold]
-    """
-    found = [_the_one(name)] if name else clusters()
-    if not found:
-        console.out.print("no cluster runs here; start one with: handoff up FILE")
-    for cluster in found:
-        console.out.print(_table(cluster, report(cluster)))
-
-
-def down(name: Name = None) -> None:
+def down(
+    name: Name = None,
+    drain_s: Annotated[
+        float, typer.Option(help="How long requests that are being answered may take; 0: no time.", min=0)
+    ] = 60.0,
+) -> None:
     """End a cluster on this machine: all its processes, its shared memory, its temporary files.
+
+    Gateways take no new requests, and what is being answered comes to its end first.
 
     Example: [bold]handoff down local[/bold]
     """
-    end(name or _the_one(None).name, console.progress())
+    name = name or the_one(None).name
+    progress = console.progress()
+    if drain_s and (cluster := running(name)) is not None:
+        _drain(cluster, progress, drain_s)
+    end(name, progress)
+
+
+def _serve(cluster: LocalCluster, file: ClusterFile, progress: Progress) -> None:
+    """Start workers and gateways, which stay."""
+    from deployments.local import start_serving  # imports vLLM: some seconds
+
+    serving = start_serving(cluster, file, progress)
+    console.out.print(f"[bold]{serving.model}[/] is served at {serving.url}/v1")
+
+
+def _drain(cluster: LocalCluster, progress: Progress, within_s: float) -> None:
+    """What cannot be ended in order, because the head is gone or deaf, is ended anyway."""
+    if cluster.nodes[0].process.state != "alive" or not accepts(cluster.address):
+        return
+    import ray
+
+    from cluster.connect import connect
+    from deployments.drain import drain
+
+    try:
+        connect(cluster)
+        drain({ask.name: ask.role for ask in cluster.file.asks()}, progress, within_s)
+    except Exception as error:
+        progress(f"could not wait for what is being answered: {type(error).__name__}: {error}")
+    finally:
+        ray.shutdown()
 
 
 def _about_files() -> str:
@@ -105,39 +134,3 @@ def _until_interrupted(name: str) -> None:
     except KeyboardInterrupt:
         return
     raise NotRunningError(f"cluster {name!r} ended by itself or by `handoff down`; see `handoff status`")
-
-
-def _the_one(name: str | None) -> LocalCluster:
-    """The cluster called `name`; without a name, the only one that runs."""
-    found = clusters()
-    names = ", ".join(cluster.name for cluster in found) or "none"
-    chosen = [cluster for cluster in found if name in (None, cluster.name)]
-    if name is None and len(chosen) > 1:
-        raise NotRunningError(f"several clusters run here, so say which: {names}")
-    if not chosen:
-        raise NotRunningError(f"no cluster{f' called {name!r}' if name else ''} runs here; running: {names}")
-    return chosen[0]
-
-
-def _table(cluster: LocalCluster, nodes: list[NodeReport]) -> Table:
-    table = Table(
-        title=f"{cluster.name}  {cluster.address}  supervisor {cluster.supervisor_pid}  (free/total)",
-        title_justify="left",
-        header_style="bold",
-        box=None,
-    )
-    for column in ("node", "role", "address", "state", "cpus", "gpus", "slots", "store"):
-        table.add_column(column, no_wrap=True)
-    for node in nodes:
-        style = {"alive": "green", "dead": "red"}.get(node.state, "yellow")
-        table.add_row(
-            node.name,
-            node.role,
-            node.address,
-            f"[{style}]{node.state}[/{style}]",
-            node.share("CPU"),
-            node.share("GPU"),
-            node.slots(),
-            node.store(),
-        )
-    return table

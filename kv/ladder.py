@@ -196,6 +196,10 @@ class Ladder:
         estimate = self._rungs[rung].estimate_s(nbytes, now)
         return min(MAX_DEADLINE_S, max(MIN_DEADLINE_S, PATIENCE * estimate))
 
+    def proven(self) -> bool:
+        """Whether a probe has passed over a rung that works now."""
+        return any(state.measured and not state.broken for state in self._rungs.values())
+
     def rates(self, now: float) -> dict[str, float]:
         """Return the estimated bytes per second of the large probe payload, by rung; 0 while broken."""
         size = PROBE_SIZES[1]

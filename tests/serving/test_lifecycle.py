@@ -1,0 +1,148 @@
+"""The life of a cluster by its commands: up until it serves, status, down without losing what is answered."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from asking import Endpoint, until
+from test_storm import cluster_file
+
+from cluster.local import LocalCluster, running
+from cluster.processes import end, marked
+from cluster.state import StateDir
+
+pytestmark = [pytest.mark.cluster]
+
+COMMAND_S = 240.0
+STEP_MS, TOKENS = 40, 300
+"""An answer of 12 s, so that `handoff down` comes while it is under way."""
+FAKE = {"kv_bytes_per_token": 1024, "kv_blocks": 200, "step_ms": STEP_MS}
+
+
+def handoff(*argv: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of ours; it succeeds."""
+    command = [sys.executable, "-m", "handoff", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@dataclass(frozen=True)
+class Up:
+    """A cluster that `handoff up` has brought up, and what that printed."""
+
+    cluster: LocalCluster
+    endpoint: Endpoint
+    printed: str
+    marker: str
+
+
+@pytest.fixture(scope="module")
+def up(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    data = cluster_file(model, **FAKE)
+    path = tmp_path_factory.mktemp("lifecycle") / "cluster.yaml"
+    path.write_text(json.dumps(data))
+    done = handoff("up", str(path))
+    cluster, plan = running(data["name"]), StateDir.of(data["name"]).plan()
+    assert cluster is not None
+    assert plan is not None
+    try:
+        url = f"http://127.0.0.1:{data['gateway']['port']}"
+        yield Up(cluster, Endpoint(url, "tiny"), done.stdout + done.stderr, plan.marker)
+    finally:
+        end(plan.marker)
+
+
+def test_up_tells_of_each_node_and_pair_and_returns_when_it_serves(up: Up) -> None:
+    for part in (
+        "prefill-0 is alive",
+        "decode-0 is alive",
+        "decode-worker-0 is ready on decode-0",
+        "KV from prefill-worker-0 to decode-worker-0",
+        f"tiny is served at {up.endpoint.url}/v1",
+    ):
+        assert part in up.printed
+    assert "(assumed)" not in up.printed, "a way was not measured"
+    answer = up.endpoint.http.post(
+        "/v1/completions", json={"model": "tiny", "prompt": [5] * 300, "max_tokens": 4}
+    )
+    assert answer.status_code == 200
+    assert answer.headers["x-handoff-path"].startswith("prefill-worker-0>decode-worker-0; ")
+
+
+def test_status_shows_nodes_workers_and_the_ways_between_them(up: Up) -> None:
+    words = [line.split() for line in handoff("status", up.cluster.name).stdout.splitlines()]
+    rows = {line[0]: line for line in words if len(line) > 3 and line[0] != "prefill-worker-0"}
+    assert rows["prefill-0"][1:4] == ["prefill", "127.0.0.3", "alive"]
+    assert rows["decode-worker-0"][1:4] == ["decode", "decode-0", "ready"]
+    assert rows["decode-worker-0"][-1] == "none"  # nothing is on its way
+    mine = [line for line in words if line and line[0] == "prefill-worker-0"]
+    assert mine[0][1:4] == ["prefill", "prefill-0", "ready"]
+    assert mine[1][1] == "decode-worker-0"
+    assert {"tcp", "plasma"} <= set(mine[1])
+    assert "broken" not in mine[1]
+
+
+def test_status_watches_until_it_is_told_to_stop(up: Up) -> None:
+    command = [sys.executable, "-m", "handoff", "status", up.cluster.name, "--watch", "--every", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as watching:
+        assert watching.stdout is not None
+        late = threading.Timer(COMMAND_S, watching.kill)
+        late.start()
+        try:
+            seen, printed = 0, list[str]()
+            while seen < 2 and (line := watching.stdout.readline()):
+                printed.append(line)
+                seen += line.startswith("from ")
+            watching.terminate()
+            printed += watching.stdout.readlines()
+            assert seen == 2, "".join(printed)
+            assert watching.wait(30) == 0, "".join(printed)
+        finally:
+            late.cancel()
+
+
+@dataclass
+class Stream:
+    """A long answer, read by a thread."""
+
+    url: str
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+    ended: bool = False
+    error: Exception | None = None
+
+    def read(self) -> None:
+        asked = {"model": "tiny", "prompt": [7] * 200, "max_tokens": TOKENS, "stream": True}
+        try:
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=asked, timeout=COMMAND_S) as answer:
+                for line in answer.iter_lines():
+                    if line == "data: [DONE]":
+                        self.ended = True
+                    elif line:
+                        self.chunks.append(json.loads(line.removeprefix("data: ")))
+        except Exception as error:
+            self.error = error
+
+
+def test_down_lets_an_answer_come_to_its_end_and_leaves_nothing(up: Up) -> None:
+    """The last of this file: the cluster is gone then."""
+    stream = Stream(up.endpoint.url)
+    reading = threading.Thread(target=stream.read, daemon=True)
+    reading.start()
+    until(lambda: stream.chunks, "the answer begins", within_s=30)
+    before = len(stream.chunks)
+    done = handoff("down", up.cluster.name)
+    reading.join(30)
+    assert stream.error is None
+    assert stream.ended
+    assert before < TOKENS == len(stream.chunks)
+    assert "no new requests" in done.stderr
+    assert running(up.cluster.name) is None
+    until(lambda: not marked(up.marker), "all processes are gone", within_s=20)
