@@ -5,6 +5,7 @@
     ├── AlreadyRunningError   a cluster of that name runs on this machine
     ├── NotRunningError       no cluster of that name runs on this machine
     ├── BringUpError          a node did not start, or died before the cluster was complete
+    ├── NetworkError          a network of namespaces could not be made or changed
     └── PlacementError        no node can take a worker
 
 A message names the field or node, the value found there, and what to do about it. All arguments reach
@@ -30,6 +31,10 @@ class NotRunningError(ClusterError):
 
 class BringUpError(ClusterError):
     """A node of a local cluster did not come up before the deadline."""
+
+
+class NetworkError(ClusterError):
+    """A network of namespaces could not be made or changed; the message says which command failed and why."""
 
 
 class PlacementError(ClusterError):

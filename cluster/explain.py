@@ -10,7 +10,11 @@ from pydantic_core import ErrorDetails
 
 from cluster.patterns import WORDS
 
-_UNITS = {"_ms": "a number of milliseconds, such as 2000", "_s": "a number of seconds, such as 30"}
+_UNITS = {
+    "_ms": "a number of milliseconds, such as 2000",
+    "gbit_s": "a number of Gbit/s, such as 10",
+    "_s": "a number of seconds, such as 30",
+}
 _NOT_A_MAPPING = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
 
 

@@ -218,6 +218,20 @@ class Hosts(_Model):
         return value
 
 
+class Links(_Model):
+    """The network between the nodes of a local cluster: each is a host of its own then. Needs root.
+
+    gbit_s: of each node's link, in each direction; None: as fast as this machine. nodes: of single nodes.
+    """
+
+    gbit_s: Annotated[float, Field(gt=0, le=1000)] | None = None
+    nodes: Mapping[str, Annotated[float, Field(gt=0, le=1000)]] = {}
+
+    def of(self, node: str) -> float | None:
+        """Gbit/s of a node's link."""
+        return self.nodes.get(node, self.gbit_s)
+
+
 class Recompute(_Model):
     """How many prompt tokens decode workers may prefill for themselves, after handovers that failed.
 
@@ -277,6 +291,7 @@ class ClusterFile(_Model):
     tls: certificates to encrypt KV with: it goes directly (tcp) then, or through the bucket, not through Ray.
     router: how requests are routed. slo: objectives, beyond which requests are refused; none unless set.
     hosts: the machines of the nodes, for `ray up`. kubernetes: what is needed where the nodes are pods.
+    links: what links to emulate between nodes on this machine.
     """
 
     name: Name = "handoff"
@@ -288,6 +303,7 @@ class ClusterFile(_Model):
     tls: Tls | None = None
     hosts: Hosts | None = None
     kubernetes: Kubernetes | None = None
+    links: Links | None = None
     recompute: Recompute = Recompute()
     router: Router = Router()
     slo: Slo = Slo()
@@ -360,6 +376,20 @@ class ClusterFile(_Model):
                 raise ValueError(
                     f"hosts: {address} is there twice; a machine takes one node, which may have more slots"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _links_are_those_of_the_nodes(self) -> Self:
+        names = [node.name for node in self.each_node()]
+        for name in self.links.nodes if self.links is not None else ():
+            if name not in names:
+                raise ValueError(
+                    f"links.nodes.{name}: there is no such node in this file; valid: {', '.join(names)}"
+                )
+        if self.links is not None and self.hosts is not None:
+            raise ValueError(
+                "links: are emulated on one machine, and `hosts` are many; leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

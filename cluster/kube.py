@@ -73,6 +73,8 @@ def unexpressed(file: ClusterFile) -> list[str]:
         )
     if file.tls is not None:
         told.append("tls: mount its files in every pod, at the same paths (a patch of yours)")
+    if file.links is not None:
+        told.append("links: are emulated on one machine, and left out")
     if file.hosts is not None:
         told.append("hosts: is for `ray up` and left out")
     if file.kubernetes is not None and file.kubernetes.volume is None and file.model.startswith("/"):

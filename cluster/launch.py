@@ -11,7 +11,7 @@ telling as on a real cluster.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -96,16 +96,23 @@ class NodeLaunch:
     agents: Mapping[str, int]
 
 
-def launches(file: ClusterFile, temp_dir: Path, ports: Ports, cores: Sequence[int]) -> list[NodeLaunch]:
-    """All nodes to start, the head first. `cores` are the CPUs that this process may run on."""
-    gcs = f"{FIRST_ADDRESS}:{ports.gcs}"
+def launches(
+    file: ClusterFile, temp_dir: Path, ports: Ports, cores: Sequence[int], net: str | None = None
+) -> list[NodeLaunch]:
+    """All nodes to start, the head first.
+
+    cores: the CPUs that this process may run on. net: see `address_of`.
+    """
+    gcs = f"{address_of(0, net)}:{ports.gcs}"
     binds = cpu_binds(file, cores)
-    nodes = [_head(file, _common(HEAD, 0, temp_dir, ports), ports)]
+    nodes = [_head(file, address_of(0, net), temp_dir, ports)]
     for index, node in enumerate(file.each_node(), start=1):
         env = {NODE_NAME: node.name, "VLLM_CPU_OMP_THREADS_BIND": binds[node.name]}
-        argv = (f"--address={gcs}", *offer(file, node), *_common(node.name, index, temp_dir, ports))
+        address = address_of(index, net)
+        common = _common(node.name, index, address, temp_dir, ports)
+        argv = (f"--address={gcs}", *offer(file, node), *common)
         role, agents = node.spec.role, ports.of_node(index)
-        nodes.append(NodeLaunch(node.name, node.group, role, _address(index), argv, env, agents))
+        nodes.append(NodeLaunch(node.name, node.group, role, address, argv, env, agents))
     return nodes
 
 
@@ -149,7 +156,7 @@ UNWANTED: Final = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR", "RAY_NAMESPACE
 """Variables of the caller that would redirect the nodes to another cluster."""
 
 
-def _head(file: ClusterFile, common: Iterable[str], ports: Ports) -> NodeLaunch:
+def _head(file: ClusterFile, address: str, temp_dir: Path, ports: Ports) -> NodeLaunch:
     argv = (
         "--head",
         f"--port={ports.gcs}",
@@ -159,9 +166,9 @@ def _head(file: ClusterFile, common: Iterable[str], ports: Ports) -> NodeLaunch:
         "--include-dashboard=false",
         "--no-monitor",  # the autoscaler has nothing to scale here
         *head_offer(file),
-        *common,
+        *_common(HEAD, 0, address, temp_dir, ports),
     )
-    return NodeLaunch(HEAD, HEAD, GATEWAY, _address(0), argv, {NODE_NAME: HEAD}, ports.of_node(0))
+    return NodeLaunch(HEAD, HEAD, GATEWAY, address, argv, {NODE_NAME: HEAD}, ports.of_node(0))
 
 
 def offer(file: ClusterFile, node: Node, gateways: int = 0) -> tuple[str, ...]:
@@ -197,14 +204,15 @@ def head_offer(file: ClusterFile) -> tuple[str, ...]:
     )
 
 
-def _address(index: int) -> str:
-    return str(FIRST_ADDRESS + index)
+def address_of(index: int, net: str | None) -> str:
+    """Address of a node, the head being 0. `net`: the first three parts, where each is a host of its own."""
+    return str(FIRST_ADDRESS + index) if net is None else f"{net}.{index + 1}"
 
 
-def _common(name: str, index: int, temp_dir: Path, ports: Ports) -> Iterator[str]:
+def _common(name: str, index: int, address: str, temp_dir: Path, ports: Ports) -> Iterator[str]:
     yield "--block"
     yield f"--node-name={name}"
-    yield f"--node-ip-address={_address(index)}"
+    yield f"--node-ip-address={address}"
     # One folder for each node: raylets that start at the same moment in one folder choose the same socket
     # names.
     yield f"--temp-dir={temp_dir / str(index)}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from cluster import api_keys
+from cluster import api_keys, netns
 from cluster.errors import BringUpError, ClusterFileError
 from cluster.explain import listed
 from cluster.fake import FAKE
@@ -45,6 +45,14 @@ def obstacles(file: ClusterFile) -> Iterator[str]:
         yield "engine: vLLM is not installed in this Python; install it: pip install 'handoff[cpu]' or [cuda]"
     if file.transport == "nixl" and importlib.util.find_spec("nixl") is None:
         yield "transport: nixl needs NIXL, which is not installed: pip install 'handoff[nixl]', or choose tcp"
+    if file.links is not None:
+        if (reason := netns.missing()) is not None:
+            yield f"links: each node would be a network namespace: {reason}; or leave `links` out"
+        elif not Path(file.model).is_dir() and os.environ.get("HF_HUB_OFFLINE") != "1":
+            yield (
+                f"links: nodes in namespaces reach each other and this machine, but no hub, so {file.model} "
+                f"cannot be loaded; give `model` a folder, or set HF_HUB_OFFLINE=1 if it has been downloaded"
+            )
     yield from _models(file)
     yield from _files(file)
     yield from _gateway(file.gateway.host, file.gateway.port)

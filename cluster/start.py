@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from cluster import preflight
+from cluster import netns, preflight
 from cluster.errors import AlreadyRunningError, BringUpError
 from cluster.file import ClusterFile
 from cluster.launch import (
-    FIRST_ADDRESS,
     MARKER,
     UNWANTED,
     Ports,
+    address_of,
     cluster_environment,
     launches,
 )
@@ -141,12 +141,14 @@ def _plan(file: ClusterFile) -> Plan:
     temp_dir = Path(tempfile.mkdtemp(prefix=f"handoff-{file.name[:10]}-", dir="/tmp"))
     ports = Ports.of(free_ports(Ports.needed(1 + len(list(file.each_node())))))
     cores = sorted(os.sched_getaffinity(0))
+    net = netns.free_net() if file.links is not None else None
     return Plan(
         marker=f"{file.name}:{secrets.token_hex(8)}",
-        address=f"{FIRST_ADDRESS}:{ports.gcs}",
+        address=f"{address_of(0, net)}:{ports.gcs}",
         temp_dir=temp_dir,
         file=file,
-        nodes=tuple(launches(file, temp_dir, ports, cores)),
+        nodes=tuple(launches(file, temp_dir, ports, cores, net)),
+        net=net,
     )
 
 

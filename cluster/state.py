@@ -27,7 +27,10 @@ NodeState = Literal["waiting", "starting", "alive", "dead"]
 
 
 class Plan(BaseModel):
-    """Everything the supervisor needs, and what later commands need to find the cluster."""
+    """Everything the supervisor needs, and what later commands need to find the cluster.
+
+    net: first three parts of the nodes' addresses, where each but the head is in a network namespace.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -36,6 +39,7 @@ class Plan(BaseModel):
     temp_dir: Path
     file: ClusterFile
     nodes: tuple[NodeLaunch, ...]
+    net: str | None = None
 
 
 class NodeStatus(BaseModel):

@@ -9,6 +9,7 @@ removes what is left. Ray's own processes are bound to `ray start`, and `ray sta
 kernel's parent-death signal. The reaper sees to the rest: agents, Python workers, their children, and files.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -23,6 +25,7 @@ from typing import Final
 from cluster.agents import announce
 from cluster.launch import NodeLaunch
 from cluster.names import HEAD
+from cluster.netns import network
 from cluster.processes import has_dead_child
 from cluster.state import NodeState, NodeStatus, Plan, StateDir, Status
 
@@ -48,6 +51,7 @@ class Supervisor:
         self._statuses = {node.name: NodeStatus() for node in plan.nodes}
         self._announced: set[str] = set()
         self._stopping = False
+        self._prefixes: Mapping[str, tuple[str, ...]] = {}
 
     def stop(self, _signal: int = 0, _frame: FrameType | None = None) -> None:
         """Make `run` end the nodes and return. Fit to be a signal handler."""
@@ -56,6 +60,12 @@ class Supervisor:
     def run(self) -> None:
         """Start the nodes and watch them until told to stop, then end them."""
         self._save()
+        with contextlib.ExitStack() as stack:
+            if self._plan.net is not None:
+                self._prefixes = stack.enter_context(_namespaces(self._plan, self._plan.net))
+            self._watch()
+
+    def _watch(self) -> None:
         while not self._stopping:
             self._start_some()
             self._note_arrivals()
@@ -75,7 +85,14 @@ class Supervisor:
     def _start(self, node: NodeLaunch) -> None:
         with self._state.log_of(node.name).open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", "start", *node.argv],
+                [
+                    *self._prefixes.get(node.name, ()),
+                    sys.executable,
+                    "-m",
+                    "ray.scripts.scripts",
+                    "start",
+                    *node.argv,
+                ],
                 env={**os.environ, **node.env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -150,6 +167,21 @@ class Supervisor:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+@contextlib.contextmanager
+def _namespaces(plan: Plan, net: str) -> Iterator[Mapping[str, tuple[str, ...]]]:
+    """Make a network namespace for each node but the head, with the links of the file.
+
+    Yields what comes before a command that is to run on a node.
+    """
+    names = [node.name for node in plan.nodes if node.name != HEAD]
+    with network(len(names), attach_host=True, net=net) as made:
+        for name, node in zip(names, made.nodes, strict=True):
+            if plan.file.links is not None and (rate := plan.file.links.of(name)) is not None:
+                node.limit(rate)
+                node.limit_arrivals(rate)
+        yield {name: node.prefix for name, node in zip(names, made.nodes, strict=True)}
 
 
 def _die_with_parent() -> None:

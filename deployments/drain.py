@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Mapping
 
 import ray
-from ray import serve
 
 from actors.messages import Role
 from actors.overview import overview
@@ -62,5 +61,4 @@ def _shutdown(within_s: float) -> None:
 
     with contextlib.suppress(Exception):
         if (client := _get_global_client(raise_if_no_controller_running=False)) is not None:
-            client.shutdown(timeout_s=within_s)
-        serve.shutdown()
+            client.shutdown(timeout_s=within_s)  # serve.shutdown has no time to give

@@ -77,7 +77,7 @@ def child(
 
     It gets SIGTERM when this process dies. ``{folder}`` in an argument stands for its temporary folder, where
     ``files`` (name to text) are from the start. ``prefix`` comes before the whole command line (a network
-    namespace's, see ``experiments/netns.py``); the file descriptors ``pass_fds`` stay open in it.
+    namespace's, see ``cluster/netns.py``); the file descriptors ``pass_fds`` stay open in it.
     """
     marker = f"{name}:{secrets.token_hex(8)}"
     with tempfile.TemporaryDirectory(prefix=f"handoff-{name}-") as temporary:

@@ -28,7 +28,7 @@ from typing import Any, Final
 import psutil
 
 from actors import decode, prefill
-from experiments import netns
+from cluster import netns
 from experiments.children import ChildError, child
 from experiments.kv_station import BASELINES, MB, NEEDS_RAY, NEEDS_S3, TRANSPORTS, Client, Place, Spent
 from experiments.ray_nodes import RayNodes, ray_nodes

@@ -31,7 +31,7 @@ from actors.messages import Again, Chunk, Delivery
 from actors.peers import OnTaken
 from actors.prefill import Sender
 from actors.rungs import Rungs
-from experiments import netns
+from cluster import netns
 from experiments.kv_baselines import Plain, RayWhole, S3Plain, TorchSave, dumps
 from kv.chunk import KVLayout, checksum
 from kv.errors import TransferError

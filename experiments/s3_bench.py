@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 from pyarrow import fs
 
-from experiments import netns
+from cluster import netns
 from experiments.s3_server import S3Server, s3_server
 from kv.bucket import Bucket, S3Settings
 from kv.chunk import ChunkHeader, KVLayout, Run, checksum

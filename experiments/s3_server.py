@@ -107,7 +107,7 @@ def s3_server(
 ) -> Iterator[S3Server]:
     """Run a server with one bucket for the length of the block; credentials are in the environment meanwhile.
 
-    A server of ours listens on ``host``; ``prefix`` comes before its command line (``experiments/netns.py``).
+    A server of ours listens on ``host``; ``prefix`` comes before its command line (``cluster/netns.py``).
 
     Raises ``ChildError`` if no server, or none of that kind, can be had.
     """

@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 def up(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The cluster file.")],
-    nodes: Annotated[bool, typer.Option("--nodes", help="Only the nodes.")] = False,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Nodes alone.")] = False,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Only the nodes; stay, and take them down on Ctrl-C.")
     ] = False,
@@ -48,8 +48,8 @@ def up(
 
     Each node is a Ray node of its own; on them are the workers and the OpenAI gateway. What is wrong with the
     file, or with this machine for it (ports, shared memory, the model, credentials), is said before anything
-    starts. It serves once every worker has loaded the model and every prefill-decode pair has exchanged a test
-    block of KV. `handoff status` shows it, `handoff down` ends it.
+    starts. It serves once every worker has loaded the model and every prefill-decode pair has exchanged a
+    test block of KV. `handoff status` shows it, `handoff down` ends it.
 
     Example: [bold]handoff up examples/local.yaml[/bold]
     """

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
@@ -54,7 +54,7 @@ def status(
 
 def _print(view: Group) -> None:
     """Where it is not a terminal, nothing is cut off at a width that nobody has chosen."""
-    console.out.print(view, width=None if console.out.is_terminal else WIDE)
+    (console.out if console.out.is_terminal else Console(highlight=False, width=WIDE)).print(view)
 
 
 def the_one(name: str | None) -> LocalCluster:

@@ -251,6 +251,21 @@ FILES = {
         ["s3.secret_key: unknown key"],
     ),
     "port beyond all ports": ("port: 0", "port: 80000", ["gateway.port: 80000", "65535"]),
+    "link of an unknown node": (
+        "slo: {ttft_ms: 2000}\n",
+        "links: {gbit_s: 10, nodes: {wide-1: 1}}\n",
+        ["links.nodes.wide-1: there is no such node", "valid: fast-0, fast-1, wide-0"],
+    ),
+    "rate of a link with a unit": (
+        "slo: {ttft_ms: 2000}\n",
+        "links: {gbit_s: 10Gbit}\n",
+        ["links.gbit_s: '10Gbit'", "a number of Gbit/s, such as 10"],
+    ),
+    "links between real machines": (
+        "slo: {ttft_ms: 2000}\n",
+        HOSTS + "links: {gbit_s: 10}\n",
+        ["links: are emulated on one machine", "leave one of them out"],
+    ),
     "hosts without a node": (
         "slo: {ttft_ms: 2000}\n",
         HOSTS.replace(", wide-0: 10.0.0.4", ""),
@@ -363,6 +378,19 @@ def other_machines(place: Place) -> list[str]:
     return ["hosts: ", "10.0.0.1", "`handoff render`"]
 
 
+def no_root(place: Place) -> list[str]:
+    place.text += "links: {gbit_s: 1}\n"
+    place.patch.setattr("os.geteuid", lambda: 1000)
+    return ["links: each node would be a network namespace", "need root", "leave `links` out"]
+
+
+def no_hub(place: Place) -> list[str]:
+    place.patch.setattr("cluster.netns.missing", lambda: None)
+    place.patch.delenv("HF_HUB_OFFLINE", raising=False)
+    place.change("model: model\n", "model: org/model\nlinks: {gbit_s: 1}\n")
+    return ["links: nodes in namespaces", "no hub", "org/model", "HF_HUB_OFFLINE=1"]
+
+
 def _without(place: Place, package: str) -> None:
     found = preflight.importlib.util.find_spec
     place.patch.setattr("importlib.util.find_spec", lambda name: None if name == package else found(name))
@@ -384,6 +412,8 @@ ENVIRONMENTS = (
     no_nixl,
     no_vllm,
     other_machines,
+    no_root,
+    no_hub,
 )
 
 

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from experiments import kv_bench, netns
+from cluster import netns
+from experiments import kv_bench
 from experiments.kv_bench import BenchError, Case, Ends, Found, Parameters, Sample, measure, summary
 from experiments.kv_plot import draw
 from experiments.kv_station import MB

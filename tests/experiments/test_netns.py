@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import netns
+from cluster import netns
 
 needs_network = pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
 
@@ -66,7 +66,7 @@ def test_what_is_joined_is_reached_and_can_be_limited_and_cut() -> None:
 
 MAKE = """
 import signal, time
-from experiments import netns
+from cluster import netns
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has put in the background
 with netns.network(2, attach_host=True) as network:
     print(*(node.prefix[1].split("/")[2] for node in network.nodes), network.host, flush=True)

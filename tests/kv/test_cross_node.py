@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from experiments import netns
+from cluster import netns
+from cluster.netns import Network
 from experiments.kv_bench import Case, Ends, Found, Parameters, ends_at, transfer
-from experiments.netns import Network
 
 pytestmark = [
     pytest.mark.cluster,

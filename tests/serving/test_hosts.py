@@ -20,7 +20,7 @@ import yaml
 from asking import Endpoint
 from limits import ENGINE
 
-from experiments import netns
+from cluster import netns
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 

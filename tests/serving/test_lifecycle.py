@@ -1,4 +1,7 @@
-"""The life of a cluster by its commands: up until it serves, status, down without losing what is answered."""
+"""The life of a cluster by its commands: up until it serves, status, down without losing what is answered.
+
+Where there may be network namespaces, its nodes are hosts with links of 1 Gbit/s.
+"""
 
 import json
 import subprocess
@@ -10,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from asking import Endpoint, until
 from test_storm import cluster_file
 
+from cluster import netns
 from cluster.local import LocalCluster, running
 from cluster.processes import end, marked
 from cluster.state import StateDir
@@ -23,7 +28,11 @@ pytestmark = [pytest.mark.cluster]
 COMMAND_S = 240.0
 STEP_MS, TOKENS = 40, 300
 """An answer of 12 s, so that `handoff down` comes while it is under way."""
-FAKE = {"kv_bytes_per_token": 1024, "kv_blocks": 200, "step_ms": STEP_MS}
+PROMPT, KV_BYTES = 1500, 16384
+FAKE = {"kv_bytes_per_token": KV_BYTES, "kv_blocks": 200, "step_ms": STEP_MS}
+LINK_BYTES_S = 1e9 / 8
+LINKED = netns.missing() is None
+needs_network = pytest.mark.skipif(not LINKED, reason=f"{netns.missing()} (for the test of links)")
 
 
 def handoff(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -42,20 +51,33 @@ class Up:
     endpoint: Endpoint
     printed: str
     marker: str
+    devices: frozenset[str]
+    """Of this machine's network, before."""
+
+    def sent(self, node: str) -> int:
+        """Bytes that have left a node by its link."""
+        pid = next(one.process.pid for one in self.cluster.nodes if one.name == node)
+        inside = ("nsenter", f"--net=/proc/{pid}/ns/net", "--")
+        argv = [*inside, "ip", "-s", "-j", "link", "show", "dev", netns.DEVICE]
+        shown = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30).stdout
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
 
 @pytest.fixture(scope="module")
 def up(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     data = cluster_file(model, **FAKE)
+    if LINKED:
+        data["links"] = {"gbit_s": 1}
     path = tmp_path_factory.mktemp("lifecycle") / "cluster.yaml"
     path.write_text(json.dumps(data))
+    devices = frozenset(psutil.net_if_addrs())
     done = handoff("up", str(path))
     cluster, plan = running(data["name"]), StateDir.of(data["name"]).plan()
     assert cluster is not None
     assert plan is not None
     try:
         url = f"http://127.0.0.1:{data['gateway']['port']}"
-        yield Up(cluster, Endpoint(url, "tiny"), done.stdout + done.stderr, plan.marker)
+        yield Up(cluster, Endpoint(url, "tiny"), done.stdout + done.stderr, plan.marker, devices)
     finally:
         end(plan.marker)
 
@@ -80,7 +102,9 @@ def test_up_tells_of_each_node_and_pair_and_returns_when_it_serves(up: Up) -> No
 def test_status_shows_nodes_workers_and_the_ways_between_them(up: Up) -> None:
     words = [line.split() for line in handoff("status", up.cluster.name).stdout.splitlines()]
     rows = {line[0]: line for line in words if len(line) > 3 and line[0] != "prefill-worker-0"}
-    assert rows["prefill-0"][1:4] == ["prefill", "127.0.0.3", "alive"]
+    address = up.cluster.nodes[1].address
+    assert address.startswith("198.18." if LINKED else "127.0.0.")
+    assert rows["prefill-0"][1:4] == ["prefill", address, "alive"]
     assert rows["decode-worker-0"][1:4] == ["decode", "decode-0", "ready"]
     assert rows["decode-worker-0"][-1] == "none"  # nothing is on its way
     mine = [line for line in words if line and line[0] == "prefill-worker-0"]
@@ -88,6 +112,22 @@ def test_status_shows_nodes_workers_and_the_ways_between_them(up: Up) -> None:
     assert mine[1][1] == "decode-worker-0"
     assert {"tcp", "plasma"} <= set(mine[1])
     assert "broken" not in mine[1]
+
+
+@needs_network
+def test_kv_crosses_the_links_of_the_file_and_no_faster(up: Up) -> None:
+    before = up.sent("prefill-0")
+    answer = up.endpoint.http.post(
+        "/v1/completions", json={"model": "tiny", "prompt": [9] * PROMPT, "max_tokens": 4}
+    )
+    assert answer.headers["x-handoff-path"].startswith("prefill-worker-0>decode-worker-0; ")
+    record = up.endpoint.http.get(f"/handoff/requests/{answer.headers['x-request-id']}").json()
+    assert record["kv_bytes"] >= 0.9 * PROMPT * KV_BYTES
+    assert up.sent("prefill-0") - before >= record["kv_bytes"]
+    stats = {worker["name"]: worker for worker in up.endpoint.http.get("/handoff/workers").json()}
+    rates = stats["prefill-worker-0"]["rates"]
+    print(record["kv_bytes"], rates)
+    assert 0 < rates["decode-worker-0 tcp"] < 1.2 * LINK_BYTES_S
 
 
 def test_status_watches_until_it_is_told_to_stop(up: Up) -> None:
@@ -100,7 +140,7 @@ def test_status_watches_until_it_is_told_to_stop(up: Up) -> None:
             seen, printed = 0, list[str]()
             while seen < 2 and (line := watching.stdout.readline()):
                 printed.append(line)
-                seen += line.startswith("from ")
+                seen += line.split()[:1] == ["from"]
             watching.terminate()
             printed += watching.stdout.readlines()
             assert seen == 2, "".join(printed)
@@ -115,11 +155,13 @@ class Stream:
 
     url: str
     chunks: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int | None = None
     ended: bool = False
     error: Exception | None = None
 
     def read(self) -> None:
-        asked = {"model": "tiny", "prompt": [7] * 200, "max_tokens": TOKENS, "stream": True}
+        asked: dict[str, Any] = {"model": "tiny", "prompt": [7] * 200, "max_tokens": TOKENS, "stream": True}
+        asked["stream_options"] = {"include_usage": True}
         try:
             with httpx.stream("POST", f"{self.url}/v1/completions", json=asked, timeout=COMMAND_S) as answer:
                 for line in answer.iter_lines():
@@ -127,6 +169,7 @@ class Stream:
                         self.ended = True
                     elif line:
                         self.chunks.append(json.loads(line.removeprefix("data: ")))
+                        self.tokens = (self.chunks[-1]["usage"] or {}).get("completion_tokens")
         except Exception as error:
             self.error = error
 
@@ -137,12 +180,12 @@ def test_down_lets_an_answer_come_to_its_end_and_leaves_nothing(up: Up) -> None:
     reading = threading.Thread(target=stream.read, daemon=True)
     reading.start()
     until(lambda: stream.chunks, "the answer begins", within_s=30)
-    before = len(stream.chunks)
     done = handoff("down", up.cluster.name)
     reading.join(30)
     assert stream.error is None
     assert stream.ended
-    assert before < TOKENS == len(stream.chunks)
-    assert "no new requests" in done.stderr
+    assert stream.tokens == TOKENS
+    assert "requests are being answered still" in done.stderr
     assert running(up.cluster.name) is None
     until(lambda: not marked(up.marker), "all processes are gone", within_s=20)
+    until(lambda: up.devices >= set(psutil.net_if_addrs()), "the network is gone", within_s=20)

@@ -19,11 +19,11 @@ from comparing import prompt
 from test_storm import FAKE, VOCAB, cluster_file
 
 from actors.fake_kv import continuation
+from cluster import netns
 from cluster.file import ClusterFile
 from cluster.names import GATEWAY, LABEL_NODE, LABEL_ROLE
-from experiments import netns
+from cluster.netns import Network
 from experiments.faulty_serve import Controls, gone, served_faulty_on, until
-from experiments.netns import Network
 from experiments.ray_nodes import RayNodes, ray_nodes
 from experiments.storm import Load, plans, wrong
 

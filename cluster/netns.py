@@ -20,6 +20,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import psutil
+
+from cluster.errors import NetworkError
+
 WAIT_S: Final = 20.0
 """How long a command of the set-up, or a namespace, may take."""
 DEVICE: Final = "eth0"
@@ -31,10 +35,6 @@ packets."""
 _LEAST_BURST: Final = 128 << 10
 _QUEUE: Final = "20ms"
 """How long a packet may wait in a limited link's queue before it is dropped."""
-
-
-class NetworkError(RuntimeError):
-    """The network could not be made or changed; the message says which command failed and why."""
 
 
 def missing() -> str | None:
@@ -58,21 +58,22 @@ class Node:
         index: from 0.
         address: its IPv4 address on the bridge.
         prefix: what comes before a command line that is to run in there.
+        switch: what comes before one that is to run where the bridge is.
 
     """
 
     index: int
     address: str
     prefix: tuple[str, ...]
+    switch: tuple[str, ...]
 
     def limit(self, gbit_s: float | None) -> None:
         """Limit what leaves this node (tbf); None lifts it."""
-        if gbit_s is None:
-            _run(*self.prefix, "tc", "qdisc", "delete", "dev", DEVICE, "root")
-            return
-        burst = max(_LEAST_BURST, int(gbit_s * 1e9 / 8 * _BURST_S))
-        limited = ("tbf", "rate", f"{gbit_s * 1e3:.0f}mbit", "burst", f"{burst}b", "latency", _QUEUE)
-        _run(*self.prefix, "tc", "qdisc", "replace", "dev", DEVICE, "root", *limited)
+        _limit(self.prefix, DEVICE, gbit_s)
+
+    def limit_arrivals(self, gbit_s: float | None) -> None:
+        """Limit what comes to this node, where it leaves the bridge; None lifts it."""
+        _limit(self.switch, f"port{self.index}", gbit_s)
 
     def cut(self) -> None:
         """Take this node's end of its link down: nothing leaves, nothing arrives, nobody is told."""
@@ -117,8 +118,17 @@ class Network:
             node.limit(gbit_s)
 
 
+def free_net() -> str:
+    """Return three parts of an address, such as ``198.18.7``, that no device of this machine has.
+
+    198.18.0.0/15 is kept for benchmarks, RFC 2544.
+    """
+    taken = {address.address.rpartition(".")[0] for own in psutil.net_if_addrs().values() for address in own}
+    return secrets.choice([net for n in range(256) if (net := f"198.18.{n}") not in taken])
+
+
 @contextlib.contextmanager
-def network(nodes: int = 2, *, attach_host: bool = False) -> Iterator[Network]:
+def network(nodes: int = 2, *, attach_host: bool = False, net: str | None = None) -> Iterator[Network]:
     """Make namespaces on a bridge, for the length of the block.
 
     Whatever was started in them must have ended by then. Raises ``NetworkError``.
@@ -127,11 +137,12 @@ def network(nodes: int = 2, *, attach_host: bool = False) -> Iterator[Network]:
         nodes: how many; their addresses are ``198.18.N.2``, ``.3`` and so on, N being random.
         attach_host: give this process's own namespace an address on the bridge too (``.1``), so that it
             reaches the nodes and is reached by them.
+        net: the addresses' first three parts, from ``free_net``.
 
     """
     if (reason := missing()) is not None:
         raise NetworkError(reason)
-    net = f"198.18.{secrets.randbelow(256)}"  # 198.18.0.0/15 is kept for benchmarks, RFC 2544
+    net = net or free_net()
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(_namespace())
         inside = _prefix(switch)
@@ -140,7 +151,7 @@ def network(nodes: int = 2, *, attach_host: bool = False) -> Iterator[Network]:
         made = []
         for index in range(nodes):
             pid = stack.enter_context(_namespace())
-            node = Node(index, f"{net}.{index + 2}", _prefix(pid))
+            node = Node(index, f"{net}.{index + 2}", _prefix(pid), inside)
             _plug(DEVICE, f"{node.address}/24", pid, node.prefix, switch, f"port{index}")
             _run(*node.prefix, "ip", "link", "set", "lo", "up")
             made.append(node)
@@ -150,6 +161,16 @@ def network(nodes: int = 2, *, attach_host: bool = False) -> Iterator[Network]:
             _plug(name, f"{host}/24", os.getpid(), (), switch, "host")
             stack.callback(_remove, name)
         yield Network(tuple(made), host)
+
+
+def _limit(prefix: Sequence[str], device: str, gbit_s: float | None) -> None:
+    """Limit what a device sends."""
+    if gbit_s is None:
+        _run(*prefix, "tc", "qdisc", "delete", "dev", device, "root")
+        return
+    burst = max(_LEAST_BURST, int(gbit_s * 1e9 / 8 * _BURST_S))
+    limited = ("tbf", "rate", f"{gbit_s * 1e3:.0f}mbit", "burst", f"{burst}b", "latency", _QUEUE)
+    _run(*prefix, "tc", "qdisc", "replace", "dev", device, "root", *limited)
 
 
 def _plug(name: str, address: str, pid: int, prefix: Sequence[str], switch: int, port: str) -> None:
