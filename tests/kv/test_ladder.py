@@ -230,3 +230,14 @@ def test_a_deadline_follows_the_estimate_within_bounds(rate: float, nbytes: int,
 )
 def test_causes(error: Exception, cause: str) -> None:
     assert cause_of(error) == cause
+
+
+def test_a_way_is_proven_by_a_probe_and_only_while_it_works() -> None:
+    ladder = Ladder({"tcp": (0.001, 1e-9), "plasma": (0.001, 1e-9)})
+    assert not ladder.proven()
+    ladder.probe_failed("tcp", "timeout", 0.0)
+    assert not ladder.proven()  # the other one is only assumed
+    ladder.probed("plasma", [0.001, 0.01], 1.0)
+    assert ladder.proven()
+    ladder.broke("plasma", "timeout", 2.0)
+    assert not ladder.proven()
