@@ -83,6 +83,7 @@ def up(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def test_up_tells_of_each_node_and_pair_and_returns_when_it_serves(up: Up) -> None:
+    print(up.printed)
     for part in (
         "prefill-0 is alive",
         "decode-0 is alive",
@@ -169,7 +170,7 @@ class Stream:
                         self.ended = True
                     elif line:
                         self.chunks.append(json.loads(line.removeprefix("data: ")))
-                        self.tokens = (self.chunks[-1]["usage"] or {}).get("completion_tokens")
+                        self.tokens = (self.chunks[-1].get("usage") or {}).get("completion_tokens")
         except Exception as error:
             self.error = error
 
