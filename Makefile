@@ -12,7 +12,7 @@ PACKAGES := handoff experiments deployments actors cluster kv
 .PHONY: help setup demo test rayup-test k8s-test check format bench-serve bench-kv bench-goodput chaos lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## Install everything into .venv (about 7 GB, mostly PyTorch)
 

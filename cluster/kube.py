@@ -8,6 +8,7 @@ RayService whose application makes workers and gateways from the file (`deployme
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any, Final
@@ -32,6 +33,8 @@ WORKERS: Final = "handoff.workers"
 GATEWAYS_OWN: Final = {"gateway", "router", "slo", "recompute", "served_model_name", "name"}
 """What gateways are made from: they are replaced where they are."""
 RUN_AS: Final = 1000
+KEPT_S: Final = 3600
+"""So long an experiment's pods stay, for their logs."""
 
 
 def kustomize(file: ClusterFile, monitoring: Mapping[str, Any]) -> dict[str, Manifest]:
@@ -58,7 +61,39 @@ def kustomize(file: ClusterFile, monitoring: Mapping[str, Any]) -> dict[str, Man
     names = [HEAD, *(node.name for node in file.each_node())]
     parts = components(file.name, names, kubernetes.image, monitoring)
     files |= {f"components/{path}": content for path, content in parts.items()}
-    return files | {f"overlays/{path}": content for path, content in overlays(file.name, names).items()}
+    files |= {f"overlays/{path}": content for path, content in overlays(file.name, names).items()}
+    return files | {f"experiment/{path}": content for path, content in _experiment(file, kubernetes).items()}
+
+
+def _experiment(file: ClusterFile, kubernetes: Kubernetes) -> dict[str, Manifest]:
+    """A run of `experiments.on_cluster` on a cluster of its own, which goes when the run has ended."""
+    file = file.model_copy(update={"name": f"{file.name}-experiment"})
+    variant = "cuda" if any(node.spec.gpus for node in file.each_node()) else "cpu"
+    kubernetes = kubernetes.model_copy(update={"image": f"{kubernetes.image}-{variant}"})
+    job = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": file.name},
+        "spec": {
+            "entrypoint": f"python -m experiments.on_cluster {shlex.quote(json.dumps(_content(file)))}",
+            "submissionMode": "HTTPMode",
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": KEPT_S,
+            "rayClusterSpec": ray_cluster(file, kubernetes),
+        },
+    }
+    content = {
+        "rayjob.yaml": job,
+        "serviceaccount.yaml": _service_account(file),
+        "networkpolicy.yaml": _network_policy(file),
+    }
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        **({"namespace": kubernetes.namespace} if kubernetes.namespace else {}),
+        "resources": sorted(content),
+    }
+    return {**content, "kustomization.yaml": kustomization}
 
 
 def unexpressed(file: ClusterFile) -> list[str]:

@@ -4,6 +4,7 @@ That a real Kubernetes takes and runs them: `make k8s-test`.
 """
 
 import json
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -88,6 +89,15 @@ def test_every_overlay_builds(overlay: str) -> None:
     assert [group["groupName"] for group in groups] == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
     image = groups[0]["template"]["spec"]["containers"][0]["image"]
     assert image.endswith("-cuda" if overlay == "gpu" else "-cpu")
+
+
+@kubectl
+def test_the_experiment_builds() -> None:
+    documents = {document["kind"]: document for document in built(K8S / "experiment")}
+    assert set(documents) == {"NetworkPolicy", "RayJob", "ServiceAccount"}
+    words = shlex.split(documents["RayJob"]["spec"]["entrypoint"])
+    assert words[:3] == ["python", "-m", "experiments.on_cluster"]
+    assert ClusterFile.model_validate_json(words[3]).name == "llama-experiment"
 
 
 @kubectl

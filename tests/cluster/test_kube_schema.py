@@ -22,8 +22,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def validator(tmp_path_factory: pytest.TempPathFactory) -> jsonschema.Draft202012Validator:
-    """Of a RayService."""
+def definitions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the operator's own resource definitions."""
     done = subprocess.run(
         ["go", "mod", "download", "-json", OPERATOR],
         cwd=tmp_path_factory.mktemp("go"),
@@ -34,10 +34,19 @@ def validator(tmp_path_factory: pytest.TempPathFactory) -> jsonschema.Draft20201
     if done.returncode != 0:
         said = json.loads(done.stdout or "{}").get("Error", done.stderr)
         pytest.skip(f"{OPERATOR} cannot be had, set GOPROXY: {said}")
-    path = Path(json.loads(done.stdout)["Dir"]) / "config" / "crd" / "bases" / "ray.io_rayservices.yaml"
+    return Path(json.loads(done.stdout)["Dir"]) / "config" / "crd" / "bases"
+
+
+def validator_of(kind: str, folder: Path) -> jsonschema.Draft202012Validator:
+    path = folder / f"ray.io_{kind.lower()}s.yaml"
     definition = yaml.load(path.read_text("utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     (version,) = [each for each in definition["spec"]["versions"] if each["name"] == "v1"]
     return jsonschema.Draft202012Validator(strict(version["schema"]["openAPIV3Schema"]))
+
+
+@pytest.fixture(scope="module")
+def validator(definitions: Path) -> jsonschema.Draft202012Validator:
+    return validator_of("RayService", definitions)
 
 
 def strict(schema: Any) -> Any:
@@ -68,6 +77,12 @@ def services(overlay: str) -> dict[str, Any]:
 @pytest.mark.parametrize("overlay", sorted(path.name for path in (K8S / "overlays").iterdir()))
 def test_the_schema_takes_the_overlay(validator: jsonschema.Draft202012Validator, overlay: str) -> None:
     assert [error.message for error in validator.iter_errors(services(overlay))] == []
+
+
+def test_the_schema_takes_the_experiment(definitions: Path) -> None:
+    job = yaml.safe_load((K8S / "experiment" / "rayjob.yaml").read_text("utf-8"))
+    found = validator_of("RayJob", definitions).iter_errors({**job, "metadata": {}})
+    assert [error.message for error in found] == []
 
 
 @pytest.mark.parametrize(

@@ -99,22 +99,36 @@ def write(content: Mapping[str, Any], folder: Path) -> Path:
     for name, text in manifests(load(file), file).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    service = yaml.safe_load((folder / "base" / "rayservice.yaml").read_text())
-    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    paths = ["headGroupSpec", *(f"workerGroupSpecs/{index}" for index in range(len(groups)))]
-    operations = [
-        operation
-        for path in paths
-        for name, source in (("packages", sysconfig.get_path("purelib")), ("project", str(PROJECT)))
-        for operation in _mount(f"/spec/rayClusterConfig/{path}/{POD}", name, source)
+    patched("test", "../kind", "base/rayservice.yaml", "rayClusterConfig", folder, [])
+    small = [
+        {
+            "op": "replace",
+            "path": "containers/0/resources/requests",
+            "value": {"cpu": "100m", "memory": "256Mi"},
+        },
+        {"op": "add", "path": "containers/0/imagePullPolicy", "value": "Never"},
     ]
-    overlay = folder / "overlays" / "test"
+    patched("experiment", "../../experiment", "experiment/rayjob.yaml", "rayClusterSpec", folder, small)
+    return folder / "overlays" / "test"
+
+
+def patched(
+    name: str, base: str, manifest: str, field: str, folder: Path, more: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write an overlay over `base`, whose `field` describes a cluster."""
+    resource = yaml.safe_load((folder / manifest).read_text())
+    groups = resource["spec"][field]["workerGroupSpecs"]
+    paths = ["headGroupSpec", *(f"workerGroupSpecs/{index}" for index in range(len(groups)))]
+    operations = []
+    for path in paths:
+        pod = f"/spec/{field}/{path}/{POD}"
+        for mounted, source in (("packages", sysconfig.get_path("purelib")), ("project", str(PROJECT))):
+            operations += _mount(pod, mounted, source)
+        operations += [{**operation, "path": f"{pod}/{operation['path']}"} for operation in more]
+    overlay = folder / "overlays" / name
     overlay.mkdir()
-    patch = {"target": {"kind": "RayService"}, "patch": yaml.safe_dump(operations)}
-    (overlay / "kustomization.yaml").write_text(
-        yaml.safe_dump({"resources": ["../kind"], "patches": [patch]})
-    )
-    return overlay
+    patch = {"target": {"kind": resource["kind"]}, "patch": yaml.safe_dump(operations)}
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump({"resources": [base], "patches": [patch]}))
 
 
 def _mount(pod: str, name: str, source: str) -> Iterator[dict[str, Any]]:

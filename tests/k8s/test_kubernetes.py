@@ -50,7 +50,7 @@ def content(models: Path, **changes: Any) -> dict[str, Any]:
         "model": "/models/tiny",
         "engine": {**VLLM, "fake": {"step_ms": 20}},
         "router": {"mode": "always"},
-        "gateway": {"limits": {"answer_s": 30}},
+        "gateway": {"limits": {"answer_s": 15}},
         "kubernetes": {"image": "handoff.test/handoff:1", "volume": {"hostPath": {"path": str(models)}}},
         "nodes": {
             "prefill": {"role": "prefill", **node},
@@ -59,6 +59,13 @@ def content(models: Path, **changes: Any) -> dict[str, Any]:
         "workers": {"decode": {"count": 2}},
         **changes,
     }
+
+
+def small(models: Path) -> dict[str, Any]:
+    """Two nodes, and vLLM's own engines."""
+    smaller = content(models, engine={**VLLM, "kv_cache_memory_bytes": 1 << 30})
+    smaller["nodes"]["decode"]["count"] = smaller["workers"]["decode"]["count"] = 1
+    return smaller
 
 
 def workers(lab: Lab) -> dict[str, dict[str, Any]]:
@@ -168,11 +175,9 @@ def test_what_workers_are_made_from_makes_a_new_cluster_and_nothing_is_lost(
 ) -> None:
     """From fake engines to vLLM's, and from three nodes to two."""
     cluster = active(lab)
-    smaller = content(models, engine={**VLLM, "kv_cache_memory_bytes": 1 << 30})
-    smaller["nodes"]["decode"]["count"] = smaller["workers"]["decode"]["count"] = 1
     with Load(lab, URL, "tiny") as load:
         load.wait(3, 30)
-        lab.kubectl("apply", "-k", write(smaller, tmp_path / "m"))
+        lab.kubectl("apply", "-k", write(small(models), tmp_path / "m"))
         until(lambda: active(lab) != cluster, "the new cluster serves", READY_WITHIN_S)
         until(lambda: set(workers(lab)) == {"prefill-worker-0", "decode-worker-0"}, "requests go there", 60)
         load.wait(5, 60, "always")
@@ -195,6 +200,27 @@ def test_deleting_leaves_nothing(lab: Lab, models: Path, tmp_path: Path) -> None
         return sorted((found - own) | services)
 
     until(lambda: not left(), "nothing is left", GONE_WITHIN_S)
+
+
+def test_an_experiment_runs_as_a_job(lab: Lab, models: Path, tmp_path: Path) -> None:
+    write(small(models), tmp_path / "m")
+    overlay = tmp_path / "m" / "overlays" / "experiment"
+    lab.kubectl("apply", "-k", overlay, "--validate=strict")
+
+    def status() -> str:
+        (job,) = lab.get("rayjobs")
+        return str(job.get("status", {}).get("jobStatus", ""))
+
+    until(lambda: status() in ("SUCCEEDED", "FAILED"), "the job has ended", READY_WITHIN_S)
+    head = lab.pods()["head"]["metadata"]["name"]
+    log = lab.kubectl("exec", head, "--", "sh", "-c", "cat /tmp/ray/session_latest/logs/job-driver-*")
+    assert status() == "SUCCEEDED", log
+    (line,) = [line for line in log.splitlines() if line.startswith('{"experiment"')]
+    rows = json.loads(line)["rows"]
+    assert [row["prompt_tokens"] for row in rows] == [128, 512, 1024]
+    assert {path for row in rows for path in row["paths"]} == {"prefill-worker-0>decode-worker-0"}
+    lab.kubectl("delete", "-k", overlay, within_s=GONE_WITHIN_S)
+    until(lambda: not lab.get("pods"), "its pods are gone", GONE_WITHIN_S)
 
 
 def test_a_broken_manifest_does_not_pass(lab: Lab, tmp_path: Path) -> None:
