@@ -26,8 +26,8 @@ from cluster.state import StateDir
 pytestmark = [pytest.mark.cluster]
 
 COMMAND_S = 240.0
-STEP_MS, TOKENS = 40, 300
-"""An answer of 12 s, so that `handoff down` comes while it is under way."""
+STEP_MS, TOKENS, CLIENTS = 40, 50, 4
+"""Answers of 2 s, one after the other: some are under way whenever `handoff down` comes to them."""
 PROMPT, KV_BYTES = 1500, 16384
 FAKE = {"kv_bytes_per_token": KV_BYTES, "kv_blocks": 200, "step_ms": STEP_MS}
 LINK_BYTES_S = 1e9 / 8
@@ -151,42 +151,55 @@ def test_status_watches_until_it_is_told_to_stop(up: Up) -> None:
 
 
 @dataclass
-class Stream:
-    """A long answer, read by a thread."""
+class Client:
+    """Asks for one short stream after the other until it is not let in any more; read by a thread."""
 
     url: str
-    chunks: list[dict[str, Any]] = field(default_factory=list)
-    tokens: int | None = None
-    ended: bool = False
-    error: Exception | None = None
+    answers: int = 0
+    broken: list[str] = field(default_factory=list)
+    """Answers that had begun and did not come to their end."""
 
-    def read(self) -> None:
+    def run(self) -> None:
         asked: dict[str, Any] = {"model": "tiny", "prompt": [7] * 200, "max_tokens": TOKENS, "stream": True}
         asked["stream_options"] = {"include_usage": True}
-        try:
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=asked, timeout=COMMAND_S) as answer:
-                for line in answer.iter_lines():
-                    if line == "data: [DONE]":
-                        self.ended = True
-                    elif line:
-                        self.chunks.append(json.loads(line.removeprefix("data: ")))
-                        self.tokens = (self.chunks[-1].get("usage") or {}).get("completion_tokens")
-        except Exception as error:
-            self.error = error
+        while True:
+            chunks, tokens, ended = 0, None, False
+            try:
+                with httpx.stream(
+                    "POST", f"{self.url}/v1/completions", json=asked, timeout=COMMAND_S
+                ) as answer:
+                    for line in answer.iter_lines():
+                        if line == "data: [DONE]":
+                            ended = True
+                        elif line:
+                            chunks += 1
+                            tokens = (json.loads(line.removeprefix("data: ")).get("usage") or {}).get(
+                                "completion_tokens"
+                            )
+            except httpx.TransportError as error:
+                if chunks:
+                    self.broken.append(f"after {chunks} chunks: {error!r}")
+                return
+            if not ended or tokens != TOKENS:
+                self.broken.append(f"{chunks} chunks, {tokens} tokens, ended: {ended}")
+                return
+            self.answers += 1
 
 
-def test_down_lets_an_answer_come_to_its_end_and_leaves_nothing(up: Up) -> None:
+def test_down_lets_answers_come_to_their_end_and_leaves_nothing(up: Up) -> None:
     """The last of this file: the cluster is gone then."""
-    stream = Stream(up.endpoint.url)
-    reading = threading.Thread(target=stream.read, daemon=True)
-    reading.start()
-    until(lambda: stream.chunks, "the answer begins", within_s=30)
+    clients = [Client(up.endpoint.url) for _ in range(CLIENTS)]
+    threads = [threading.Thread(target=client.run, daemon=True) for client in clients]
+    for thread in threads:
+        thread.start()
+    until(lambda: all(client.answers for client in clients), "every client has had an answer", within_s=60)
     done = handoff("down", up.cluster.name)
-    reading.join(30)
-    assert stream.error is None
-    assert stream.ended
-    assert stream.tokens == TOKENS
-    assert "requests are being answered still" in done.stderr
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert [client.broken for client in clients] == [[]] * CLIENTS
+    assert "no new requests" in done.stderr
+    assert "broken off" not in done.stderr
     assert running(up.cluster.name) is None
     until(lambda: not marked(up.marker), "all processes are gone", within_s=20)
     until(lambda: up.devices >= set(psutil.net_if_addrs()), "the network is gone", within_s=20)
