@@ -379,24 +379,31 @@ class _Predictor:
     ) -> Prediction:
         """Engines whose decoding stands still while they prefill.
 
-        An engine with b requests takes b prefills and `output` steps to serve them all. They are shared so
-        that every engine has as many; the slowest decides.
+        An engine with b requests takes b prefills and `output` steps to serve them all. Each request goes
+        to the engine that would be done first.
         """
-        load = self.load
-        wanted = ceil(load.concurrency / len(layout.decode))
+        load, steps = self.load, max(1, self.load.output - 1)
+        parts_of = [self.prefill(engine) for engine in layout.decode]
+        prefills = [sum(parts.values()) for parts in parts_of]
+
+        def lasts(index: int, batch: int) -> float:
+            return batch * prefills[index] + steps * self._step(layout.decode[index], batch)
+
+        batches = [0] * len(layout.decode)
+        for _ in range(load.concurrency):
+            free = [i for i, e in enumerate(layout.decode) if batches[i] < room[e] // load.context]
+            if not free:
+                break
+            batches[min(free, key=lambda i: lasts(i, batches[i] + 1))] += 1
         rows = []
-        for engine in layout.decode:
-            batch = min(wanted, room[engine] // load.context)
-            parts = self.prefill(engine)
-            prefill, step = sum(parts.values()), self._step(engine, batch)
-            steps = max(1, load.output - 1)
-            rows.append((batch, prefill, step + (batch - 1) * prefill / steps, steps, parts))
-        batch, prefill, tpot, steps, parts = max(rows, key=lambda row: row[1] + row[2] * row[3])
-        rate = sum(row[0] / (row[1] + row[2] * row[3]) for row in rows)
+        for index, batch in enumerate(batches):
+            if batch:
+                rest = lasts(index, batch) - prefills[index]
+                rows.append((batch, prefills[index], rest / steps, parts_of[index]))
+        _, prefill, tpot, parts = max(rows, key=lambda row: row[1] + row[2] * steps)
+        rate = sum(row[0] / (row[1] + row[2] * steps) for row in rows)
         held = sum(row[0] for row in rows)
-        served = min(load.concurrency, held)
-        rate *= served / held
-        queue = (load.concurrency - served) / rate
+        queue = (load.concurrency - held) / rate
         if queue:
             parts = {**parts, "queue": queue}
         latency = prefill + queue + tpot * steps

@@ -14,6 +14,7 @@ from experiments.plan import Load, Plan, Prediction, divisible, plan, split_laye
 from experiments.plan_machines import Handover, Link, Machines
 from experiments.plan_machines import load as load_machines
 from experiments.plan_model import PlanError, read, shape
+from handoff import console
 from handoff.cli import app
 
 MODELS = Path(__file__).parent / "plan_models"
@@ -225,6 +226,31 @@ def test_times_add_up(concurrency: int) -> None:
         assert one.ttft + one.tpot * 199 == pytest.approx(one.latency)
         if concurrency > 1 and one.layout.name != "replicas-2":
             assert one.tokens_s * one.latency == pytest.approx(200 * concurrency)
+
+
+def test_replicas_are_no_worse_than_their_best() -> None:
+    data = {"nodes": {"big": {"memory": "80GB", "tflops": 900}, "small": {"memory": "80GB", "tflops": 90}}}
+    for concurrency in (1, 4, 32):
+        result = plan(MISTRAL, machines(data), Load(4096, 64, concurrency))
+        assert of(result, "replicas-2").latency <= of(result, "single").latency * 1.000001
+
+
+def test_the_example_is_what_the_documentation_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of docs/planning.md: its table is the command's output for the file that it names."""
+    monkeypatch.setattr(console.out, "width", 130)
+    project = Path(__file__).resolve().parents[2]
+    options = ["--prompt", "8192", "--output", "256", "--concurrency", "16"]
+    options += ["--cluster", str(project / "examples" / "machines.yaml")]
+    done = CliRunner().invoke(app, ["plan", str(MODELS / "mistral-7b.json"), *options])
+    text = (project / "docs" / "planning.md").read_text("utf-8")
+    shown = {" ".join(line.split()) for line in text.splitlines()}
+    rows = [
+        " ".join(line.split()) for line in done.output.splitlines() if line.startswith((" split", " repl"))
+    ]
+    assert len(rows) == 2
+    assert set(rows) <= shown
+    snippet = text.partition("```yaml\n")[2].partition("```")[0]
+    assert len(machines(yaml.safe_load(snippet)).devices()) == 9
 
 
 def test_overlap_hides_what_prefill_lasts() -> None:
