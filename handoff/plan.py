@@ -180,6 +180,8 @@ def _layouts(result: Plan) -> Table:
         *("weights GB", "KV GB", "longest", "largest part of TTFT"),
     )
     table = _table(f"Layouts, best {result.goal} first (predicted)", *columns)
+    table.columns[0].min_width = max(len(one.layout.name) for one in result.ranked)
+    table.columns[4].min_width = len("tokens/s")
     for one in result.ranked:
         table.add_row(
             one.layout.name,

@@ -403,3 +403,14 @@ def test_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     done = asked(tmp_path, PAIR, model="nobody/has-this-model")
     assert isinstance(done.exception, PlanError)
     assert "nothing is downloaded" in str(done.exception)
+
+
+def test_a_hub_model_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "models--somebody--mistral"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0" * 40)
+    (kept / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (kept / "snapshots" / ("0" * 40) / "config.json").write_text((MODELS / "mistral-7b.json").read_text())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    found = read("somebody/mistral")
+    assert (found.name, found.parameters) == ("somebody/mistral", MISTRAL.parameters)
