@@ -31,8 +31,7 @@ def flops_rate(shape: Shape, machine: Machine, assume: Assume, prompt: int) -> f
 def weights_read(shape: Shape, sequences: float) -> float:
     """Bytes of weights that a step of decoding reads.
 
-    Each weight is read once a step however many sequences there are (Pope et al. 2022,
-    section 2.1). Of routed experts 1 - (1 - k/E)^n are used by n sequences, if tokens choose evenly.
+    Each weight is read once a step however many sequences there are (Pope et al. 2022). Of routed experts 1 - (1 - k/E)^n are used by n sequences, if tokens choose evenly.
     """
     experts: float = shape.layer_experts * (1 - (1 - shape.expert_share) ** max(1.0, sequences))
     return shape.layers * (shape.layer_shared + experts) * shape.bits / 8 + shape.embedding_bytes
@@ -41,7 +40,7 @@ def weights_read(shape: Shape, sequences: float) -> float:
 def bytes_rate(shape: Shape, machine: Machine, assume: Assume) -> float:
     """Bytes a second that a device's decoding reads: from its measured rate, else a share of the specified.
 
-    Decoding one sequence is bound by reading the weights (Pope et al. 2022, section 2.1), so that a measured
+    Decoding one sequence is bound by reading the weights (Pope et al. 2022), so that a measured
     rate of tokens is a rate of bytes.
     """
     if machine.decode_tokens_s is not None:
@@ -65,7 +64,7 @@ def all_reduce_seconds(size: float, ranks: int, link: Link) -> float:
     """Seconds of one all-reduce of `size` bytes by a ring.
 
     Every rank sends 2(n-1)/n of the bytes (nccl-tests, doc/PERFORMANCE.md: bus bandwidth), in 2(n-1) steps,
-    each of which waits for the link's latency (Thakur et al. 2005, section 4.5).
+    each of which waits for the link's latency (Thakur et al. 2005).
     """
     if ranks == 1:
         return 0.0
