@@ -31,7 +31,8 @@ def flops_rate(shape: Shape, machine: Machine, assume: Assume, prompt: int) -> f
 def weights_read(shape: Shape, sequences: float) -> float:
     """Bytes of weights that a step of decoding reads.
 
-    Each weight is read once a step however many sequences there are (Pope et al. 2022). Of routed experts 1 - (1 - k/E)^n are used by n sequences, if tokens choose evenly.
+    Each weight is read once a step however many sequences there are (Pope et al. 2022). Of
+    routed experts 1 - (1 - k/E)^n are used by n sequences, if tokens choose evenly.
     """
     experts: float = shape.layer_experts * (1 - (1 - shape.expert_share) ** max(1.0, sequences))
     return shape.layers * (shape.layer_shared + experts) * shape.bits / 8 + shape.embedding_bytes
