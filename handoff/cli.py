@@ -21,7 +21,21 @@ from typing import Annotated, Final
 
 import typer
 
-from handoff import bench, chaos, compare, console, demo, model, nodes, plan, render, serve, status, trace
+from handoff import (
+    bench,
+    chaos,
+    compare,
+    console,
+    demo,
+    doctor,
+    model,
+    nodes,
+    plan,
+    render,
+    serve,
+    status,
+    trace,
+)
 
 app = typer.Typer(
     name="handoff",
@@ -32,7 +46,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS: Final = (demo, nodes, status, render, serve, trace, chaos, plan, compare)
+_COMMANDS: Final = (demo, nodes, status, render, serve, trace, chaos, plan, compare, doctor)
 _GROUPS: Final = {"model": model, "bench": bench}
 
 

@@ -1,0 +1,131 @@
+"""`handoff doctor` on this machine, and the parts of an examiner that need no Ray."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from actors.versions import versions
+from experiments import doctor
+from experiments.doctor import PACKAGES, Examiner, Question, answers_strangers
+from handoff import console
+from handoff.cli import app
+from kv.bucket import S3Settings
+
+
+def closed_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console.out, "file", None)
+        result = CliRunner().invoke(app, ["doctor", *arguments])
+    return result.exit_code, result.stdout
+
+
+def cluster_file(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    content = {
+        "name": "doctor-test",
+        "model": str(model),
+        "nodes": {"n": {"role": "both"}},
+        "gateway": {"port": 0},
+        "workers": {"prefill": {"count": 1}, "decode": {"count": 0}},
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_this_machine_as_json(tmp_path: Path, model: Path) -> None:
+    _, text = run(str(cluster_file(tmp_path, model)), "--json")
+    data = json.loads(text)
+    assert data["examined"] == "this machine"
+    (node,) = data["nodes"]
+    assert node["versions"] == versions(PACKAGES)
+    assert {"ray", "vllm", "torch", "nixl"} <= set(node["versions"])
+    assert len(node["model"]) == 32
+    levels = {one["item"]: one["level"] for one in data["findings"]}
+    assert levels["model files"] == "pass"
+    assert levels["version of ray"] == "pass"
+    assert levels["token authentication"] == "not applicable"
+    assert levels["bring-up"] in ("pass", "fail")  # of this machine's shared memory, for one
+
+
+def test_what_fails_ends_with_1_and_says_what_to_do(tmp_path: Path, model: Path) -> None:
+    path = cluster_file(tmp_path, model)
+    (model / "model.safetensors").unlink()
+    code, text = run(str(path))
+    assert code == 1
+    assert "fail  model files" in text
+    assert "What to do\n" in text
+    assert "*.safetensors" in text
+
+
+def test_a_log_of_nccl_is_judged_here_too(tmp_path: Path) -> None:
+    log = tmp_path / "nccl.log"
+    log.write_text("h:1:2 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0\n")
+    code, text = run("--nccl-log", str(log))
+    assert code == 1
+    assert "fail  GPUDirect RDMA" in text
+    assert "NET/Socket/0" in text
+
+
+def test_a_cluster_that_does_not_answer_is_said() -> None:
+    address = f"127.0.0.1:{closed_port()}"
+    code, text = run("--address", address)
+    assert code == 1
+    assert f"nothing answers at {address}" in text
+
+
+def test_examiners_reach_each_other_and_say_whom_they_do_not() -> None:
+    here, there = Examiner(), Examiner()
+    try:
+        places = {
+            "there": ("127.0.0.1", there.listen("there", "127.0.0.1")),
+            "gone": ("127.0.0.1", closed_port()),
+        }
+        places["other"] = places["there"]  # somebody listens, and it is not who it should be
+        found = here.reach(places)
+    finally:
+        there.close()
+    assert found["there"] == ""
+    assert f"127.0.0.1:{places['gone'][1]}" in found["gone"]
+    assert "another program" in found["other"]
+
+
+def test_the_clock_is_taken_from_the_shortest_round_trip() -> None:
+    ours = iter([0.0, 1.0, 2.0, 2.1, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    theirs = iter([100.0, 12.05, 100.0, 100.0, 100.0])
+    ahead, error = doctor._clock(lambda: next(theirs), lambda: next(ours))
+    assert (ahead, error) == (pytest.approx(10.0), pytest.approx(0.05))
+
+
+def test_a_model_that_is_not_there_is_an_error_or_comes_later(tmp_path: Path) -> None:
+    question = Question("a", "127.0.0.1", str(tmp_path / "none"))
+    assert str(tmp_path / "none") in (doctor._facts(question).model_error or "")
+    later = doctor._facts(Question("a", "127.0.0.1", "nobody/has-this-model"))
+    assert (later.model_later, later.model) == (True, None)
+
+
+def test_a_bucket_that_cannot_be_reached_is_said() -> None:
+    settings = S3Settings("none", endpoint=f"127.0.0.1:{closed_port()}", scheme="http")
+    assert "s3://none/handoff at 127.0.0.1" in doctor._try(settings)
+
+
+def test_what_does_not_speak_as_ray_does_is_not_taken_for_closed() -> None:
+    assert answers_strangers(f"127.0.0.1:{closed_port()}", 0.5) is None
