@@ -41,7 +41,7 @@ def fabric(nodes: Sequence[Facts], log: NcclLog | None) -> list[Finding]:
 
 
 def rdma(nodes: Sequence[Facts]) -> list[Finding]:
-    """If one node with GPUs has RDMA devices, all have."""
+    """If one node has RDMA devices, all with GPUs have; and those that are there can be opened."""
     item = "RDMA devices"
     having = [node for node in nodes if node.rdma]
     if not having:
@@ -51,6 +51,12 @@ def rdma(nodes: Sequence[Facts]) -> list[Finding]:
         Finding(item, "fail", node.node, f"none, but {having[0].node} has some", remedy)
         for node in nodes
         if node.gpus and not node.rdma
+    ]
+    remedy = "give the container /dev/infiniband (an RDMA device plugin, --device), or its user the rights"
+    found += [
+        Finding(item, "fail", node.node, "no /dev/infiniband/uverbs* that can be opened", remedy)
+        for node in having
+        if not node.verbs
     ]
     names = "; ".join(f"{node.node}: {', '.join(one.name for one in node.rdma)}" for node in having)
     return found or passed(item, names)

@@ -54,6 +54,7 @@ class Facts:
     memlock, files: soft limits of this process; None: unlimited; -1: unknown.
     clock_s: how far its clock is ahead of the asking machine's; clock_error_s: how wrong that may be.
     interfaces: names of all. interface, mtu: of the one that has the node's address.
+    verbs: whether an RDMA device can be opened; containers see in /sys those that they do not have.
     settings: NCCL_* and UCX_*: from the environment, or from NCCL's own files.
     versions: of packages. model: digest of the model's files; model_error: why there is none;
     model_later: it is a hub model that has not been downloaded yet.
@@ -78,6 +79,7 @@ class Facts:
     mtu: int | None = None
     gpus: tuple[Gpu, ...] = ()
     rdma: tuple[RdmaDevice, ...] = ()
+    verbs: bool = False
     numa_nodes: int | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -108,6 +110,7 @@ def gather(node: str, address: str, environment: Mapping[str, str], root: Path =
         mtu=_number(root / "sys/class/net" / interface / "mtu") if interface else None,
         gpus=_gpus(root),
         rdma=_rdma(root),
+        verbs=_verbs(root / "dev/infiniband"),
         numa_nodes=_numa_nodes(root),
         settings=_settings(environment, root),
     )
@@ -164,6 +167,11 @@ def _rdma(root: Path) -> tuple[RdmaDevice, ...]:
         link = _text(port / "link_layer") or "unknown"
         found.append(RdmaDevice(name, _numa(folder / name / "device"), link, gids))
     return tuple(found)
+
+
+def _verbs(folder: Path) -> bool:
+    names = [name for name in _names(folder) if name.startswith("uverbs")]
+    return any(os.access(folder / name, os.R_OK | os.W_OK) for name in names)
 
 
 def _numa(device: Path) -> int | None:

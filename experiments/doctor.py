@@ -221,13 +221,22 @@ def nodes(address: str, file: ClusterFile | None) -> tuple[list[Facts], list[Fin
 
     from cluster.nodes import snapshot
 
-    offers = {offer.name: offer for offer in snapshot()}
+    offers = _named(snapshot())
     actors = {name: _examiner(ray, offer) for name, offer in offers.items()}
     try:
         return _examined(ray, address, file, offers, actors)
     finally:
         for actor in actors.values():
             ray.kill(actor)
+
+
+def _named(offers: Sequence[NodeOffer]) -> dict[str, NodeOffer]:
+    """Nodes by name; those that share one, with the beginning of their Ray id."""
+    names = [offer.name for offer in offers]
+    return {
+        offer.name if names.count(offer.name) == 1 else f"{offer.name} ({offer.node_id[:8]})": offer
+        for offer in offers
+    }
 
 
 def _examined(
@@ -237,7 +246,7 @@ def _examined(
     offers: Mapping[str, NodeOffer],
     actors: Mapping[str, Any],
 ) -> tuple[list[Facts], list[Finding]]:
-    asked = {name: actor.facts.remote(_question(offers[name], file)) for name, actor in actors.items()}
+    asked = {name: actor.facts.remote(_question(name, offers[name], file)) for name, actor in actors.items()}
     answers, problems = _answers(ray, asked)
     places, more = _answers(
         ray, {name: actors[name].listen.remote(name, offers[name].address) for name in answers}
@@ -277,11 +286,11 @@ def _examiner(ray: Any, offer: NodeOffer) -> Any:
     return ray.remote(Examiner).options(num_cpus=0, resources={resource: AT_SHARE}).remote()
 
 
-def _question(offer: NodeOffer, file: ClusterFile | None) -> Question:
+def _question(name: str, offer: NodeOffer, file: ClusterFile | None) -> Question:
     mine = file is not None and offer.roles and any(node.name == offer.name for node in file.each_node())
     model = file.model_on(offer.name) if file is not None and mine else None
     weights = file is None or FAKE not in file.engine
-    return Question(offer.name, offer.address, model, weights, s3_of(file))
+    return Question(name, offer.address, model, weights, s3_of(file))
 
 
 def _answers(ray: Any, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:

@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
 def doctor(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="The cluster file: its model, bucket and running cluster."),
+        typer.Argument(metavar="FILE", help="The cluster file: its model, bucket and running cluster."),
     ] = None,
     address: Annotated[
         str | None,
@@ -54,10 +54,10 @@ def doctor(
 ) -> None:
     """Check that nodes are fit to serve: pass, warn or fail for each item, with the remedy.
 
-    Looks at every node of the file's cluster if it runs (or of the one at --address), otherwise at this
-    machine. Versions, model files, shared memory, limits, clocks, MTU, NCCL and UCX settings, GPUDirect RDMA,
-    NUMA, ports, the bucket, token authentication. Exit code 1 if something fails. docs/doctor.md has the
-    items.
+    Looks at every node of the file's cluster if it runs (or of that at --address), otherwise at this machine.
+
+    Items: versions, model files, shared memory, limits, clocks, MTU, ports, the bucket, token authentication,
+    RDMA devices, NUMA, settings of NCCL and UCX, GPUDirect RDMA: docs/doctor.md. Exit code 1 if one fails.
 
     Examples:
 
@@ -94,7 +94,7 @@ def _gathered(file: "ClusterFile | None", address: str | None) -> tuple[str, "li
     from cluster.findings import Finding
     from cluster.network import accepts
     from cluster.ray_up import HOSTS_TOKEN
-    from cluster.running import running
+    from cluster.running import clusters, running
     from experiments import doctor
 
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or HOSTS_TOKEN)
@@ -102,9 +102,10 @@ def _gathered(file: "ClusterFile | None", address: str | None) -> tuple[str, "li
     if wanted is None and file is not None and file.hosts is not None:
         wanted = f"{file.hosts.head_address}:{file.hosts.port}"
     if wanted is None and file is not None and (cluster := running(file.name)) is not None:
-        wanted, token = cluster.address, cluster.token_path
+        wanted = cluster.address
     if wanted is None:
         return "this machine", *doctor.here(file)
+    token = next((one.token_path for one in clusters() if one.address == wanted), token)
     problem = None
     if not accepts(wanted, 3.0):
         problem = f"nothing answers at {wanted}, where the cluster's control store would be"

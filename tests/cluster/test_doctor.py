@@ -43,6 +43,7 @@ def node(name: str, other: str, number: int) -> Facts:
         mtu=9000,
         gpus=(Gpu("0000:17:00.0", 0),),
         rdma=(CARD,),
+        verbs=True,
         numa_nodes=2,
         settings=SETTINGS,
         versions={"ray": "2.60.0", "vllm": "0.32.0", "torch": "2.13.0", "nixl": "1.5.1"},
@@ -128,6 +129,7 @@ WRONG: list[tuple[dict[str, Any], str, str, str]] = [
     ({"token": False}, "token authentication", "fail", "no token"),
     ({"open": True}, "token authentication", "fail", "answers who has no token"),
     ({"rdma": ()}, "RDMA devices", "fail", "none, but a has some"),
+    ({"verbs": False}, "RDMA devices", "fail", "can be opened"),
     ({"gpus": (Gpu("0000:ca:00.0", 1),)}, "NUMA affinity", "warn", "0000:ca:00.0 is on NUMA node 1"),
     ({"gpus": (Gpu("0000:ca:00.0", None),)}, "NUMA affinity", "warn", "does not say"),
     *(({**setting(**{name: None})}, name, "warn", "not set") for name in SETTINGS),
@@ -263,6 +265,7 @@ def test_a_machine_is_read_from_proc_and_sys(tmp_path: Path) -> None:
             "sys/devices/system/node/online": "0-1,4",
             "etc/nccl.conf": "# NCCL_DEBUG=TRACE\nNCCL_IB_HCA=mlx5_1\nNCCL_BUFFSIZE = 8388608",
             "dev/shm/x": "",
+            "dev/infiniband/uverbs0": "",
         },
     )
     environment = {"NCCL_IB_HCA": "mlx5_0", "UCX_TLS": "rc", "AWS_SECRET_ACCESS_KEY": "secret"}
@@ -273,6 +276,7 @@ def test_a_machine_is_read_from_proc_and_sys(tmp_path: Path) -> None:
     assert found.numa_nodes == 3
     assert found.settings == {"NCCL_BUFFSIZE": "8388608", "NCCL_IB_HCA": "mlx5_0", "UCX_TLS": "rc"}
     assert found.shm_bytes
+    assert found.verbs
     assert "secret" not in repr(found)
 
 
@@ -285,4 +289,4 @@ def test_a_machine_without_any_of_it_is_read_too(tmp_path: Path) -> None:
         (),
         None,
     )
-    assert (found.shm_bytes, found.settings) == (None, {})
+    assert (found.shm_bytes, found.settings, found.verbs) == (None, {}, False)
