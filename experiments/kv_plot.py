@@ -8,28 +8,38 @@ from typing import Any, Final
 WIDTH, HEIGHT, MARGIN, LEGEND = 440, 300, 46, 120
 COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
 IPERF3 = "iperf3"
+MEMORY_COPY = "memory copy"
+"""Crosses no link, and is so fast that nothing else could be told apart beside it."""
 
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the plot of rows with one request at a time."""
-    alone = [row for row in rows if row["concurrency"] == 1 and row["mbytes"]]
-    links = list(dict.fromkeys(row["link"] for row in alone))
-    names = list(dict.fromkeys(row["transport"] for row in alone))
-    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
-    panels = [
-        _panel([row for row in alone if row["link"] == link], _limit(rows, link), link, colours, index)
-        for index, link in enumerate(links)
+    placed = [
+        f'<g transform="translate({index * WIDTH},12)">\n{panel}\n</g>'
+        for index, panel in enumerate(panels(rows).values())
     ]
-    width, height = WIDTH * max(1, len(links)), HEIGHT + 24
+    width, height = WIDTH * max(1, len(placed)), HEIGHT + 24
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'font-family="sans-serif" font-size="11">',
             f'<rect width="{width}" height="{height}" fill="white"/>',
-            *panels,
+            *placed,
             "</svg>\n",
         ]
     )
+
+
+def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return each link's plot, ``WIDTH`` by ``HEIGHT``, without the ``svg`` around it; axes in its colour."""
+    shown = [row for row in rows if row["concurrency"] == 1 and row["transport"] != MEMORY_COPY]
+    alone = [row for row in shown if row["mbytes"]]
+    names = dict.fromkeys(row["transport"] for row in alone)
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    return {
+        link: _panel([row for row in alone if row["link"] == link], _limit(rows, link), link, colours)
+        for link in dict.fromkeys(row["link"] for row in alone)
+    }
 
 
 def _limit(rows: Sequence[Mapping[str, Any]], link: str) -> float | None:
@@ -42,7 +52,6 @@ def _panel(
     limit: float | None,
     link: str,
     colours: Mapping[str, str],
-    index: int,
 ) -> str:
     sizes = sorted({row["mbytes"] for row in rows})
     highest: float = 1.1 * max([row["gbit_s_p50"] for row in rows] + ([limit] if limit else []))
@@ -56,16 +65,16 @@ def _panel(
         return HEIGHT - MARGIN - inner_height * rate / highest
 
     right = MARGIN + inner_width
-    parts = [f'<g transform="translate({index * WIDTH},12)">', _text(MARGIN, 24, link, "start", 13)]
+    parts = [_text(MARGIN, 24, link, "start", 13)]
     for step in range(5):
         rate = highest * step / 4
-        parts.append(_line(MARGIN, y(rate), right, y(rate), "#dddddd"))
+        parts.append(_line(MARGIN, y(rate), right, y(rate), "currentColor", 'stroke-opacity="0.15"'))
         parts.append(_text(MARGIN - 5, y(rate) + 4, f"{rate:.3g}", "end"))
     parts += [_text(x(size), HEIGHT - MARGIN + 16, str(size), "middle") for size in sizes]
     parts.append(_text(MARGIN + inner_width / 2, HEIGHT - 12, "MB (2^20 bytes)", "middle"))
     parts.append(_text(6, MARGIN - 8, "Gbit/s", "start"))
     if limit is not None:
-        parts.append(_line(MARGIN, y(limit), right, y(limit), "black", dashed=True))
+        parts.append(_line(MARGIN, y(limit), right, y(limit), "currentColor", 'stroke-dasharray="5 4"'))
         parts.append(_text(right + 6, MARGIN + 4, f"- - {IPERF3}", "start"))
     for place, name in enumerate(dict.fromkeys(row["transport"] for row in rows), start=1):
         points = sorted((row["mbytes"], row["gbit_s_p50"]) for row in rows if row["transport"] == name)
@@ -76,15 +85,14 @@ def _panel(
             for size, rate in points
         ]
         parts.append(_text(right + 6, MARGIN + 4 + 16 * place, name, "start", colour=colours[name]))
-    return "\n".join([*parts, "</g>"])
+    return "\n".join(parts)
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, dashed: bool = False) -> str:
-    dash = ' stroke-dasharray="5 4"' if dashed else ""
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{dash}/>'
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, more: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" {more}/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str, size: int = 11, colour: str = "black") -> str:
+def _text(x: float, y: float, text: str, anchor: str, size: int = 11, colour: str = "currentColor") -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">'
         f"{escape(text)}</text>"

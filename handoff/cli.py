@@ -32,6 +32,7 @@ from handoff import (
     nodes,
     plan,
     render,
+    report,
     serve,
     status,
     trace,
@@ -46,7 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS: Final = (demo, nodes, status, render, serve, trace, chaos, plan, compare, doctor)
+_COMMANDS: Final = (demo, nodes, status, render, serve, trace, chaos, plan, compare, doctor, report)
 _GROUPS: Final = {"model": model, "bench": bench}
 
 

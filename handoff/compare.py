@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.text import Text
 
-from experiments import compare as comparing
 from handoff import console
+
+if TYPE_CHECKING:
+    from experiments.compare import Difference
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +34,10 @@ def compare(
 
         handoff compare old.json new.json --json | jq '.rows[] | select(.finding == "worse")'
     """
-    found = comparing.compare(first, second)
+    from experiments.compare import METHOD
+    from experiments.compare import compare as compared
+
+    found = compared(first, second)
     if as_json:
         console.out.print_json(json.dumps(found.as_json()))
         return
@@ -56,10 +61,10 @@ def compare(
     told = len(findings) - findings.count("too few samples")
     counts = ", ".join(f"{findings.count(name)} {name}" for name in styles)
     say(f"\n{len(findings)} rows: {counts}. Of {told} rows told, about one in 20 would differ by chance.")
-    say(comparing.METHOD, style="dim")
+    say(METHOD, style="dim")
 
 
-def _cells(row: comparing.Difference) -> tuple[str, ...]:
+def _cells(row: "Difference") -> tuple[str, ...]:
     return (
         row.row,
         row.measure,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from experiments.compare import Comparison, compare, finding, interval, series
+from experiments.compare import Comparison, compare, finding, interval, of_median, series
 from experiments.results import ResultError, check
 from handoff.cli import app
 
@@ -71,6 +71,15 @@ def test_an_interval_is_the_same_every_time_and_shrinks_with_samples() -> None:
     assert narrow is not None
     assert narrow[1] - narrow[0] < wide[1] - wide[0]
     assert interval(few, [0.0] * 5) is None
+
+
+def test_the_interval_of_a_median_is_that_of_the_sign_test() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert of_median([]) is None
+    assert of_median(values[-5:]) is None
+    assert of_median(values[-6:]) == (1, 6)
+    assert of_median(values[-9:]) == (2, 8)
+    assert of_median(values) == (40, 61)
 
 
 def test_higher_rates_and_lower_times_are_better() -> None:

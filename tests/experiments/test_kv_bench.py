@@ -93,7 +93,7 @@ def test_rows_are_medians_and_ratios_to_the_limit_of_their_link() -> None:
         {"transport": "tcp", "link": "cross-node", "piece_mbytes": 4, "gbit_s_p50": 99}
     ]
     plot = ElementTree.fromstring(draw(results["rows"]))
-    assert len(plot.findall(".//{*}polyline")) == 3
+    assert len(plot.findall(".//{*}polyline")) == 2  # of tcp and plasma; memory copies are no transport
 
 
 def test_the_command_passes_on_what_was_asked_for_and_shows_the_run(

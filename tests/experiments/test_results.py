@@ -89,7 +89,7 @@ def test_runs_are_recorded() -> None:
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_a_recorded_run_fits_the_schema(path: Path) -> None:
-    assert check(path).kind == path.stem
+    assert check(path).samples is not None
 
 
 def test_a_new_run_fits_the_schema_whatever_its_kind(tmp_path: Path) -> None:
@@ -128,9 +128,14 @@ def test_every_field_of_a_row_that_is_read_must_be_there(kind: str, tmp_path: Pa
     definition = json.loads((Path(results.__file__).parent / "result.schema.json").read_text())["$defs"][kind]
     fields = definition["properties"]["rows"]["items"]["required"]
     assert len(fields) > 5
+
+    def without(data: dict[str, Any], name: str) -> None:
+        data["rows"], data["samples"] = data["rows"][:1], data["samples"][:1]
+        del data["rows"][0][name]
+
     for name in fields:
         with pytest.raises(ResultError, match=rf"rows\[0\].*'{name}' is a required"):
-            check(edited(path, lambda data, gone=name: data["rows"][0].pop(gone), tmp_path))
+            check(edited(path, lambda data, gone=name: without(data, gone), tmp_path))
 
 
 def test_the_commit_says_if_the_tree_has_changes(tmp_path: Path) -> None:

@@ -1,0 +1,372 @@
+"""One page of recorded runs: the verdict first, published figures beside, nothing loaded from anywhere.
+
+Everything shown is read from the files; what none of them has is called "not measured".
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from experiments import bars, kv_plot
+from experiments.bars import Bar
+from experiments.compare import Finding, finding, of_median, series
+from experiments.results import ResultError, Run, check
+
+HERE: Final = Path(__file__).parent
+PUBLISHED: Final = HERE / "published.json"
+NOT_MEASURED: Final = "not measured"
+MB, KV_MBYTES = 2**20, 109
+GOODPUT: Final = "Does adaptive routing serve more requests in time than the best other mode?"
+KV: Final = "How fast does KV cross?"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the verdict: what was asked, what was found, and the figures behind it."""
+
+    question: str
+    answer: str
+    figures: str
+    finding: Finding | None = None
+
+
+def read(paths: Sequence[Path]) -> list[tuple[Path, Run]]:
+    """Return the runs of files in the page's order; ``ResultError`` if one does not fit the schema."""
+    if not paths:
+        raise ResultError(
+            "no recorded runs to report on: make bench-serve (or bench-kv, bench-goodput) first"
+        )
+    order = list(_LINES)
+    runs = [(path, check(path)) for path in paths]
+    return sorted(runs, key=lambda one: order.index(one[1].kind) if one[1].kind in order else len(order))
+
+
+def page(runs: Sequence[tuple[Path, Run]]) -> str:
+    """Return the page: HTML that is well-formed XML too."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.jinja").render(
+        verdict=verdict([run for _, run in runs]),
+        published=published([run for _, run in runs]),
+        sections=[_section(path, run) for path, run in runs],
+    )
+
+
+# -- the verdict
+
+
+def verdict(runs: Sequence[Run]) -> list[Line]:
+    """Return what the runs say, and what they do not."""
+    told = "No run has compared both on equal hardware, with real engines and many requests at once."
+    lines = [Line("Should I disaggregate?", NOT_MEASURED, told)]
+    for kind, (question, said) in _LINES.items():
+        of = [run for run in runs if run.kind == kind]
+        lines += [line for run in of for line in said(run)]
+        if not of:
+            lines.append(Line(question, NOT_MEASURED, f"make {kind} measures it."))
+    return lines
+
+
+def _serve_lines(run: Run) -> list[Line]:
+    asked = {"ttft_ratio": "Is the first token later?", "tpot_ratio": "Do the tokens after it take longer?"}
+    lines = []
+    for measure, question in asked.items():
+        found: dict[Finding, list[str]] = {}
+        figures = []
+        for row, ratio, bounds in _ratios(run, measure):
+            found.setdefault(finding(bounds, higher_is_better=False), []).append(str(row["prompt_tokens"]))
+            figures.append(f"{row['prompt_tokens']} tokens {ratio:.2f}{_within(bounds)}")
+        parts = {"worse": "slower", "better": "faster", "noise": "no difference beyond noise"}
+        answer = "; ".join(
+            f"{parts.get(name, name)} at {_listed(lengths)} tokens" for name, lengths in found.items()
+        )
+        worst = next((name for name in ("worse", "better", "noise") if name in found), None)
+        told = f"Handoff by undivided vLLM, one request at a time: {', '.join(figures)}."
+        lines.append(Line(question, answer, told, worst))
+    equal, outputs = run.results["outputs_equal"], run.results["outputs"]
+    same = "yes" if equal == outputs else "no"
+    told = f"{equal} of {outputs} answers equal those of undivided vLLM."
+    lines.append(Line("Are the answers the same?", same, told, "better" if equal == outputs else "worse"))
+    return lines
+
+
+def _goodput_lines(run: Run) -> list[Line]:
+    lines = []
+    for engine in dict.fromkeys(row["engine"] for row in run.results["rows"]):
+        found: dict[Finding, list[str]] = {"worse": [], "better": [], "noise": []}
+        told = []
+        for ratio in run.results["ratios"]:
+            if ratio["engine"] != engine:
+                continue
+            case = [
+                row for row in run.results["rows"] if (row["engine"], row["mix"]) == (engine, ratio["mix"])
+            ]
+            ours = next(row for row in case if row["system"] == "adaptive")
+            best = max((row for row in case if row is not ours), key=lambda row: row["goodput_rps"])
+            (low, high), (best_low, best_high) = ours["goodput_ci95"], best["goodput_ci95"]
+            found["better" if low > best_high else "worse" if high < best_low else "noise"].append(
+                ratio["mix"]
+            )
+            by = "–" if ratio["by_best"] is None else f"{ratio['by_best']:.2f}"
+            told.append(f"{ratio['mix']} {by}")
+        parts = {"worse": "fewer", "better": "more", "noise": "intervals overlap"}
+        seen = [name for name in found if found[name]]
+        answer = "; ".join(f"{parts[name]} on {_listed(found[name])}" for name in seen)
+        note = "; engines simulated, no model computed" if engine == "simulated" else ""
+        figures = f"Goodput by that of the best other mode, {engine} engine: {', '.join(told)}{note}."
+        lines.append(Line(GOODPUT, answer, figures, seen[0] if seen else None))
+    return lines
+
+
+def _kv_lines(run: Run) -> list[Line]:
+    rows = [row for row in run.results["rows"] if row["checksum"] and row["concurrency"] == 1]
+    size = min((row["mbytes"] for row in rows), key=lambda mbytes: abs(mbytes - KV_MBYTES), default=None)
+    told = []
+    for link in dict.fromkeys(row["link"] for row in rows):
+        here = [row for row in rows if (row["link"], row["mbytes"]) == (link, size)]
+        best = max(here, key=lambda row: row["gbit_s_p50"], default=None)
+        if best is not None:
+            share = "" if best["ratio"] is None else f" ({best['ratio']:.2f} of {best['limit']})"
+            told.append(f"{link}: {best['transport']}, {best['gbit_s_p50']:.2f} Gbit/s{share}")
+    if not told:
+        return [Line(KV, NOT_MEASURED, "the run has no verified transfer")]
+    return [Line(KV, f"{size} MB, fastest transport of each link", "; ".join(told))]
+
+
+_LINES: Final[Mapping[str, tuple[str, Callable[[Run], list[Line]]]]] = {
+    "bench-serve": ("Is the first token later, and those after it?", _serve_lines),
+    "bench-goodput": (GOODPUT, _goodput_lines),
+    "bench-kv": (KV, _kv_lines),
+}
+
+
+def _ratios(run: Run, measure: str) -> list[tuple[Any, float, tuple[float, float] | None]]:
+    """Return (row, median ratio, its interval if there are samples enough) of each of Handoff's rows."""
+    found, taken = [], series(run)
+    for row in run.results["rows"]:
+        if row["system"] == "handoff":
+            values = taken[f"handoff/{row['prompt_tokens']}", measure].values
+            found.append((row, row[measure], of_median(values)))
+    return found
+
+
+def _within(bounds: tuple[float, float] | None) -> str:
+    return " (too few samples)" if bounds is None else f" ({bounds[0]:.2f} to {bounds[1]:.2f})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+# -- published figures
+
+
+def published(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the reports with, beside each figure, what was measured here: (where, figure) or nothing."""
+    reports: list[dict[str, Any]] = json.loads(PUBLISHED.read_text("utf-8"))
+    for report in reports:
+        for row in report["rows"]:
+            row["here"] = [one for run in runs for one in _beside(run, row["measured"])]
+    return reports
+
+
+def _beside(run: Run, wanted: Mapping[str, Any] | None) -> list[str]:
+    if wanted is None or wanted["kind"] != run.kind:
+        return []
+    found = []
+    for row in map(_derived, run.results["rows"]):
+        if all(row[name] == value for name, value in wanted["where"].items()):
+            value = row[wanted["field"]]
+            where = row["link"] if "link" in row else f"{row['prompt_tokens']} tokens"
+            if value is not None:
+                found.append(f"{where}: {_short(value)} {wanted['unit']}".rstrip())
+    return found
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _derived(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with the units that the reports use."""
+    if "tpot_ms_p50" in row:
+        return {**row, "tokens_s": 1e3 / row["tpot_ms_p50"]}
+    percent = None if row["ratio"] is None else 100 * row["ratio"]
+    return {**row, "ms": row["mbytes"] * MB * 8 / row["gbit_s_p50"] / 1e6, "ratio_percent": percent}
+
+
+# -- a section for each run
+
+
+def _section(path: Path, run: Run) -> dict[str, Any]:
+    tables, plots = _PARTS.get(run.kind, lambda _: ([], []))(run)
+    facts = {
+        "file": path.name,
+        "started": run.started,
+        "commit": run.commit or "unknown",
+        "machine": f"{run.host['cpu']}, {run.host['cores']} cores, {run.host['memory_bytes'] / 1e9:.0f} GB, "
+        f"{run.host['system']}, load {run.host['load_average_1m']} at the start",
+        "versions": ", ".join(f"{name} {version}" for name, version in run.versions.items()),
+        "parameters": json.dumps(dict(run.parameters)),
+    }
+    return {"kind": run.kind, "facts": facts, "tables": [asdict(one) for one in tables], "plots": plots}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of texts; the first column is named, the others are figures."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+
+Plot = tuple[str, Markup]
+"""(title, SVG)."""
+Parts = tuple[list[Table], list[Plot]]
+
+
+def _serve_parts(run: Run) -> Parts:
+    rows, ratios = run.results["rows"], {name: _ratios(run, name) for name in ("ttft_ratio", "tpot_ratio")}
+    plain = {row["prompt_tokens"]: row for row in rows if row["system"] == "undivided"}
+    cells = []
+    for (row, ttft, ttft_bounds), (_, tpot, tpot_bounds) in zip(*ratios.values(), strict=True):
+        other = plain[row["prompt_tokens"]]
+        overhead = row["handover_overhead_ms_p50"]
+        cells.append(
+            [
+                str(row["prompt_tokens"]),
+                f"{other['ttft_ms_p50']:.1f}",
+                f"{row['ttft_ms_p50']:.1f}",
+                f"{ttft:.2f}{_within(ttft_bounds)}",
+                f"{other['tpot_ms_p50']:.2f}",
+                f"{row['tpot_ms_p50']:.2f}",
+                f"{tpot:.2f}{_within(tpot_bounds)}",
+                "" if overhead is None else f"{overhead:.1f}",
+            ]
+        )
+    first, each = (
+        ("first token ms, undivided", "handoff", "ratio"),
+        ("per token ms, undivided", "handoff", "ratio"),
+    )
+    columns = ("prompt tokens", *first, *each, "handover overhead ms")
+    title = "Handoff against undivided vLLM: medians; ratios of pairs with 95 % intervals"
+    plots = []
+    for ledger in run.results["ledger"]:
+        length = f"{ledger['prompt_tokens']} prompt tokens"
+        plots.append(_stages(f"Time to the first token, ms: {length}", ledger["first_token_ms_p50"]))
+        plots.append(
+            _stages(
+                f"From the end of prefill to decode's first token, ms: {length}", ledger["handover_ms_p50"]
+            )
+        )
+    return [Table(title, columns, cells)], plots
+
+
+def _stages(title: str, stages: Mapping[str, float]) -> Plot:
+    drawn = [Bar(name.replace("_", " "), ms, f"{ms:.2f}") for name, ms in stages.items()]
+    return title, Markup(bars.draw(drawn, title))
+
+
+def _kv_parts(run: Run) -> Parts:
+    rows = run.results["rows"]
+    tables = []
+    for link in dict.fromkeys(row["link"] for row in rows):
+        here = [row for row in rows if row["link"] == link]
+        sizes = sorted({row["mbytes"] for row in here if row["mbytes"]})
+        cells = []
+        for name, at_once in sorted(
+            {(row["transport"], row["concurrency"]) for row in here if row["mbytes"]}
+        ):
+            of = {
+                row["mbytes"]: row
+                for row in here
+                if (row["transport"], row["concurrency"]) == (name, at_once)
+            }
+            cells.append([name, str(at_once), *(_rate(of.get(size)) for size in sizes)])
+        streams = [f"{row['concurrency']}: {row['gbit_s_p50']:.2f}" for row in here if not row["mbytes"]]
+        missing = [one for one in run.results["not_measured"] if one["link"] == link]
+        notes = [f"iperf3, Gbit/s by streams: {', '.join(streams)}"] if streams else []
+        notes += [f"not measured: {one['what']}: {one['reason'].strip().splitlines()[-1]}" for one in missing]
+        title = (
+            f"{link}: Gbit/s, in brackets the share of its limit (iperf3, memory copies, or a plain client)"
+        )
+        tables.append(Table(title, ("transport", "at once", *(f"{size} MB" for size in sizes)), cells, notes))
+    drawn = kv_plot.panels(rows)
+    box = f'<svg viewBox="0 0 {kv_plot.WIDTH} {kv_plot.HEIGHT}" class="rates" role="img">'
+    return tables, [(f"Rate over size: {link}", Markup(f"{box}{svg}</svg>")) for link, svg in drawn.items()]
+
+
+def _rate(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    share = "" if row["ratio"] is None else f" ({row['ratio']:.2f})"
+    return f"{row['gbit_s_p50']:.2f}{share}"
+
+
+def _goodput_parts(run: Run) -> Parts:
+    rows = run.results["rows"]
+    cells, plots = [], []
+    for row in rows:
+        low, high = row["goodput_ci95"]
+        times = [row[f"{what}_ms_p50"] for what in ("ttft", "tpot")]
+        figures = [f"{row['goodput_rps']:.2f}", f"{low:.2f} to {high:.2f}", f"{row['offered_rps']:.2f}"]
+        figures += ["–" if ms is None else f"{ms:.0f}" for ms in times]
+        cells.append([f"{row['mix']}, {row['system']}, {row['engine']}", *figures, str(row["refused"])])
+    for engine, mix in dict.fromkeys((row["engine"], row["mix"]) for row in rows):
+        drawn = [
+            Bar(
+                row["system"],
+                row["goodput_rps"],
+                f"{row['goodput_rps']:.2f}",
+                int(row["system"] != "adaptive"),
+                tuple(row["goodput_ci95"]),
+            )
+            for row in rows
+            if (row["engine"], row["mix"]) == (engine, mix)
+        ]
+        title = f"Requests a second within objectives: {mix}, {engine} engine"
+        plots.append((title, Markup(bars.draw(drawn, title))))
+    columns = (
+        "mix, system, engine",
+        "goodput/s",
+        "95 %",
+        "offered/s",
+        "TTFT p50 ms",
+        "TPOT p50 ms",
+        "refused",
+    )
+    return [Table("Goodput: requests a second that meet both objectives", columns, cells)], plots
+
+
+def _demo_parts(run: Run) -> Parts:
+    results = run.results
+    cells = [
+        [
+            "answers equal those of an undivided engine",
+            "yes" if results["output_matches_undivided"] else "no",
+        ],
+        ["KV over", f"{results['transport']}, {results['kv_bytes'] / 1e6:.1f} MB"],
+    ]
+    return [Table("The demonstration", ("what", "found"), cells)], [
+        _stages("Ledger, ms", results["ledger_ms"])
+    ]
+
+
+_PARTS: Final = {
+    "bench-serve": _serve_parts,
+    "bench-kv": _kv_parts,
+    "bench-goodput": _goodput_parts,
+    "demo": _demo_parts,
+}
