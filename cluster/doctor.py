@@ -154,7 +154,7 @@ def clocks(nodes: Sequence[Facts]) -> list[Finding]:
             level: Level = "fail" if sure > CLOCK_FAIL_S else "warn"
             remedy = "set the clock by NTP: chronyc makestep, or timedatectl set-ntp true"
             found.append(Finding(item, level, node.node, told, remedy))
-    return found or passed(item, f"at most {most * 1e3:.0f} ms apart, the round trip included")
+    return found or passed(item, f"at most {most * 1e3:.0f} ms off {reference}")
 
 
 def mtu(nodes: Sequence[Facts]) -> list[Finding]:

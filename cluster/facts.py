@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -127,11 +126,6 @@ def interface_of(address: str) -> str | None:
         if any(one.address == address or (loopback and one.address == "127.0.0.1") for one in addresses):
             return name
     return None
-
-
-def now() -> float:
-    """This machine's clock."""
-    return time.time()
 
 
 def _shared_memory(folder: Path) -> tuple[str, int | None]:
