@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 PACKAGES := handoff experiments deployments actors cluster kv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test rayup-test k8s-test check format bench-serve bench-kv bench-goodput chaos lock clean
+.PHONY: help setup demo test rayup-test k8s-test check format bench-serve bench-kv bench-goodput report chaos lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ bench-kv: setup ## KV from cache to cache over every transport, against the link
 
 bench-goodput: setup ## Router modes under open-loop load, simulated and fake engines: results/bench-goodput.json
 	$(BIN)/handoff bench goodput $(ARGS)
+
+report: setup ## One page of the runs in results/, verdict first: results/report.html
+	$(BIN)/handoff report $(ARGS)
 
 chaos: setup ## Kill, damage and cut while 10,000 requests run on the fake engine: nothing may be lost (ARGS=--seed 7)
 	$(BIN)/handoff chaos $(ARGS)

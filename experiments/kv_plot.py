@@ -72,7 +72,7 @@ def _panel(
         parts.append(_text(MARGIN - 5, y(rate) + 4, f"{rate:.3g}", "end"))
     parts += [_text(x(size), HEIGHT - MARGIN + 16, str(size), "middle") for size in sizes]
     parts.append(_text(MARGIN + inner_width / 2, HEIGHT - 12, "MB (2^20 bytes)", "middle"))
-    parts.append(_text(6, MARGIN - 8, "Gbit/s", "start"))
+    parts.append(_text(6, MARGIN - 16, "Gbit/s", "start"))
     if limit is not None:
         parts.append(_line(MARGIN, y(limit), right, y(limit), "currentColor", 'stroke-dasharray="5 4"'))
         parts.append(_text(right + 6, MARGIN + 4, f"- - {IPERF3}", "start"))

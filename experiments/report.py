@@ -5,7 +5,7 @@ Everything shown is read from the files; what none of them has is called "not me
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,7 +71,9 @@ def verdict(runs: Sequence[Run]) -> list[Line]:
     lines = [Line("Should I disaggregate?", NOT_MEASURED, told)]
     for kind, (question, said) in _LINES.items():
         of = [run for run in runs if run.kind == kind]
-        lines += [line for run in of for line in said(run)]
+        for run in of:
+            which = f"Run of {run.started}: " if len(of) > 1 else ""
+            lines += [replace(line, figures=which + line.figures) for line in said(run)]
         if not of:
             lines.append(Line(question, NOT_MEASURED, f"make {kind} measures it."))
     return lines
@@ -176,7 +178,11 @@ def published(runs: Sequence[Run]) -> list[dict[str, Any]]:
     reports: list[dict[str, Any]] = json.loads(PUBLISHED.read_text("utf-8"))
     for report in reports:
         for row in report["rows"]:
-            row["here"] = [one for run in runs for one in _beside(run, row["measured"])]
+            row["here"] = [
+                f"{run.started}, {one}" if [other.kind for other in runs].count(run.kind) > 1 else one
+                for run in runs
+                for one in _beside(run, row["measured"])
+            ]
     return reports
 
 

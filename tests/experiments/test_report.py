@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -134,6 +135,15 @@ def test_without_runs_of_a_kind_the_verdict_says_not_measured() -> None:
     assert answers["How fast does KV cross?"] == "not measured"
     assert answers["Is the first token later?"] != "not measured"
     assert answers["Should I disaggregate?"] == "not measured"
+
+
+def test_of_two_runs_of_a_kind_each_figure_says_which() -> None:
+    one = runs("bench-serve")[0]
+    two = [one, replace(one, started="2026-12-24T18:00:00+00:00")]
+    later = [line.figures for line in verdict(two) if line.question == "Is the first token later?"]
+    assert [text.split(": ")[0] for text in later] == [f"Run of {run.started}" for run in two]
+    (ratio,) = (row for row in published(two)[0]["rows"] if "divided by" in row["what"])
+    assert [text[:25] for text in ratio["here"]] == [run.started for run in two for _ in range(3)]
 
 
 def test_the_verdict_follows_the_samples(tmp_path: Path) -> None:
