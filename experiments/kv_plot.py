@@ -65,14 +65,14 @@ def _panel(
         return HEIGHT - MARGIN - inner_height * rate / highest
 
     right = MARGIN + inner_width
-    parts = [_text(MARGIN, 24, link, "start", 13)]
+    parts = [_text(MARGIN + 14, 24, link, "start", 13)]
     for step in range(5):
         rate = highest * step / 4
         parts.append(_line(MARGIN, y(rate), right, y(rate), "currentColor", 'stroke-opacity="0.15"'))
         parts.append(_text(MARGIN - 5, y(rate) + 4, f"{rate:.3g}", "end"))
     parts += [_text(x(size), HEIGHT - MARGIN + 16, str(size), "middle") for size in sizes]
     parts.append(_text(MARGIN + inner_width / 2, HEIGHT - 12, "MB (2^20 bytes)", "middle"))
-    parts.append(_text(6, MARGIN - 16, "Gbit/s", "start"))
+    parts.append(_text(6, MARGIN - 20, "Gbit/s", "start"))
     if limit is not None:
         parts.append(_line(MARGIN, y(limit), right, y(limit), "currentColor", 'stroke-dasharray="5 4"'))
         parts.append(_text(right + 6, MARGIN + 4, f"- - {IPERF3}", "start"))
