@@ -22,7 +22,7 @@ from limits import ENGINE
 
 from cluster import netns
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.hosts]
 
 PROJECT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
