@@ -21,7 +21,6 @@ from cluster.file import load
 from cluster.placement import NodeOffer
 from experiments import doctor
 from experiments.doctor import PACKAGES, Examiner, Question, answers_strangers
-from handoff import console
 from handoff.cli import app
 from kv.bucket import S3Settings
 
@@ -42,9 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(console.out, "file", None)
-        result = CliRunner().invoke(app, ["doctor", *arguments])
+    result = CliRunner().invoke(app, ["doctor", *arguments])
     return result.exit_code, result.stdout
 
 

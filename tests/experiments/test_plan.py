@@ -14,7 +14,6 @@ from experiments.plan import Load, Plan, Prediction, divisible, plan, split_laye
 from experiments.plan_machines import Handover, Link, Machines
 from experiments.plan_machines import load as load_machines
 from experiments.plan_model import PlanError, read, shape
-from handoff import console
 from handoff.cli import app
 
 MODELS = Path(__file__).parent / "plan_models"
@@ -237,7 +236,7 @@ def test_replicas_are_no_worse_than_their_best() -> None:
 
 def test_the_example_is_what_the_documentation_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of docs/planning.md: its table is the command's output for the file that it names."""
-    monkeypatch.setattr(console.out, "width", 130)
+    monkeypatch.setenv("COLUMNS", "130")
     project = Path(__file__).resolve().parents[2]
     options = ["--prompt", "8192", "--output", "256", "--concurrency", "16"]
     options += ["--cluster", str(project / "examples" / "machines.yaml")]
