@@ -108,9 +108,9 @@ WHY: Final = {
     "assume.compute": "about what large models reach (PaLM trained at 46 % of peak)",
     "assume.bandwidth": "weights are read at less than the specified rate",
     "assume.memory": "of each device's memory for weights and KV; vLLM's gpu_memory_utilization",
-    "assume.kv_share": "of a link for KV; Handoff's TCP had 0.91 of iperf3 at 10 Gbit/s",
+    "assume.kv_share": "of a link for KV; Handoff's TCP had 0.945 of iperf3 at 10 Gbit/s",
     "assume.chunk_tokens": "prompt tokens in a step; vLLM's max_num_batched_tokens",
-    "handover.ms": "fixed time of a handover; Handoff had 21 to 30 ms on two CPU cores",
+    "handover.ms": "fixed time of a handover; Handoff had 18 to 29 ms on two CPU cores",
 }
 
 
