@@ -8,7 +8,6 @@ RayService whose application makes workers and gateways from the file (`deployme
 import hashlib
 import json
 import math
-import shlex
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any, Final
@@ -34,7 +33,11 @@ GATEWAYS_OWN: Final = {"gateway", "router", "slo", "recompute", "served_model_na
 """What gateways are made from: they are replaced where they are."""
 RUN_AS: Final = 1000
 KEPT_S: Final = 3600
-"""So long an experiment's pods stay, for their logs."""
+"""So long the head of an experiment that has ended stays, for its logs."""
+IDLE_S: Final = 60
+"""On demand, a node that has been idle so long is given back."""
+CLUSTER_FILE: Final = "HANDOFF_CLUSTER"
+"""Variable of such a head: the cluster file's content, for `python -m experiments.on_cluster`."""
 
 
 def kustomize(file: ClusterFile, monitoring: Mapping[str, Any]) -> dict[str, Manifest]:
@@ -62,28 +65,43 @@ def kustomize(file: ClusterFile, monitoring: Mapping[str, Any]) -> dict[str, Man
     parts = components(file.name, names, kubernetes.image, monitoring)
     files |= {f"components/{path}": content for path, content in parts.items()}
     files |= {f"overlays/{path}": content for path, content in overlays(file.name, names).items()}
-    return files | {f"experiment/{path}": content for path, content in _experiment(file, kubernetes).items()}
-
-
-def _experiment(file: ClusterFile, kubernetes: Kubernetes) -> dict[str, Manifest]:
-    """A run of `experiments.on_cluster` on a cluster of its own, which goes when the run has ended."""
-    file = file.model_copy(update={"name": f"{file.name}-experiment"})
     variant = "cuda" if any(node.spec.gpus for node in file.each_node()) else "cpu"
     kubernetes = kubernetes.model_copy(update={"image": f"{kubernetes.image}-{variant}"})
-    job = {
+    job, stay = (
+        file.model_copy(update={"name": f"{file.name}-{name}"}) for name in ("experiment", "experiments")
+    )
+    files |= _alone("experiment", "rayjob.yaml", _ray_job(job, kubernetes), job, kubernetes)
+    cluster = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": stay.name},
+        "spec": _on_demand(stay, kubernetes),
+    }
+    return files | _alone("experiments", "raycluster.yaml", cluster, stay, kubernetes)
+
+
+def _ray_job(file: ClusterFile, kubernetes: Kubernetes) -> Manifest:
+    """A run of `experiments.on_cluster` on a cluster of its own, whose nodes go when the run has ended."""
+    return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
         "metadata": {"name": file.name},
         "spec": {
-            "entrypoint": f"python -m experiments.on_cluster {shlex.quote(json.dumps(_content(file)))}",
+            "entrypoint": "python -m experiments.on_cluster",
             "submissionMode": "HTTPMode",
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": KEPT_S,
-            "rayClusterSpec": ray_cluster(file, kubernetes),
+            "rayClusterSpec": _on_demand(file, kubernetes),
         },
     }
+
+
+def _alone(
+    folder: str, name: str, manifest: Manifest, file: ClusterFile, kubernetes: Kubernetes
+) -> dict[str, Manifest]:
+    """A folder that can be applied as it is, around one manifest."""
     content = {
-        "rayjob.yaml": job,
+        name: manifest,
         "serviceaccount.yaml": _service_account(file),
         "networkpolicy.yaml": _network_policy(file),
     }
@@ -93,7 +111,9 @@ def _experiment(file: ClusterFile, kubernetes: Kubernetes) -> dict[str, Manifest
         **({"namespace": kubernetes.namespace} if kubernetes.namespace else {}),
         "resources": sorted(content),
     }
-    return {**content, "kustomization.yaml": kustomization}
+    return {
+        f"{folder}/{path}": each for path, each in {**content, "kustomization.yaml": kustomization}.items()
+    }
 
 
 def unexpressed(file: ClusterFile) -> list[str]:
@@ -182,6 +202,24 @@ def ray_cluster(file: ClusterFile, kubernetes: Kubernetes) -> Manifest:
         "headGroupSpec": _head(file, kubernetes),
         "workerGroupSpecs": [_worker_group(file, kubernetes, node) for node in file.each_node()],
     }
+
+
+def _on_demand(file: ClusterFile, kubernetes: Kubernetes) -> Manifest:
+    """As `ray_cluster`; Ray's autoscaler has nodes made when they are asked for, and gives idle ones back."""
+    cluster = ray_cluster(file, kubernetes)
+    pod = cluster["headGroupSpec"]["template"]["spec"]
+    pod["automountServiceAccountToken"] = True  # the autoscaler changes the number of pods
+    (container,) = pod["containers"]
+    container["env"].append({"name": CLUSTER_FILE, "value": json.dumps(_content(file))})
+    for group in cluster["workerGroupSpecs"]:
+        group.update(replicas=0, minReplicas=0)
+    autoscaler = {
+        "version": "v2",
+        "idleTimeoutSeconds": IDLE_S,
+        "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}},
+        "securityContext": container["securityContext"],
+    }
+    return {**cluster, "enableInTreeAutoscaling": True, "autoscalerOptions": autoscaler}
 
 
 def _head(file: ClusterFile, kubernetes: Kubernetes) -> Manifest:
@@ -298,6 +336,7 @@ def _template(
             },
             **({"nodeName": place.node_name} if place.node_name else {}),
             **({"nodeSelector": dict(place.node_selector)} if place.node_selector else {}),
+            **({"affinity": dict(place.affinity)} if place.affinity else {}),
             **({"tolerations": [dict(each) for each in place.tolerations]} if place.tolerations else {}),
             "containers": [container],
             "volumes": volumes,

@@ -20,11 +20,13 @@ class _Model(BaseModel):
 class PodPlace(_Model):
     """Where a pod may run, in Kubernetes' own words, passed on unchanged.
 
-    node_name: of the machine. node_selector: labels that it must carry. tolerations: of its taints.
+    node_name: of the machine. node_selector: labels that it must carry. affinity: to machines and to other
+    pods. tolerations: of its taints.
     """
 
     node_name: str | None = None
     node_selector: Mapping[str, str] = {}
+    affinity: Mapping[str, Any] = {}
     tolerations: tuple[Mapping[str, Any], ...] = ()
 
 

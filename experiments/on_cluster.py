@@ -1,20 +1,27 @@
-"""An experiment as a job of the Ray cluster that it runs on: `python -m experiments.on_cluster CLUSTER_FILE`.
+"""An experiment on the Ray cluster on whose head it runs: `python -m experiments.on_cluster`.
 
-CLUSTER_FILE is the file's content as JSON. Serves its model on the cluster's nodes, asks for completions of
-several lengths one after the other, and prints what was measured, with each request's way, as a line of JSON.
-`k8s/experiment` runs it as a RayJob.
+The variable HANDOFF_CLUSTER holds the cluster file's content as JSON. Has Ray's autoscaler make the nodes
+that are not there, serves the model on them, asks for completions of several lengths one after the other, and
+prints what was measured, with each request's way, as a line of JSON. `k8s/experiment` runs it as a RayJob;
+`k8s/experiments` is a cluster that stays, for many of them.
 """
 
+import contextlib
 import json
+import os
 import random
-import sys
+from collections.abc import Iterator
 from statistics import median
 from typing import Any, Final
 
 import ray
+from ray.autoscaler.sdk import request_resources
 
 from actors.peers import NAMESPACE
+from cluster.errors import NotRunningError
 from cluster.file import ClusterFile
+from cluster.kube import CLUSTER_FILE
+from cluster.names import at
 from cluster.nodes import wait_for_nodes
 from deployments.app import serving
 from experiments.client import Client
@@ -51,13 +58,25 @@ def measure(client: Client) -> list[dict[str, Any]]:
     return rows
 
 
+@contextlib.contextmanager
+def nodes(file: ClusterFile) -> Iterator[None]:
+    """Keep the file's nodes for as long as the block; the autoscaler makes those that are not there."""
+    request_resources(bundles=[{at(node.name): 1} for node in file.each_node()])
+    try:
+        wait_for_nodes(file, print, PODS_S)
+        yield
+    finally:
+        request_resources(bundles=[])
+
+
 def main() -> None:
     """Run it. Raises what bringing the application up raises: the job has failed then."""
-    file = ClusterFile.model_validate_json(sys.argv[1])
+    if (content := os.environ.get(CLUSTER_FILE)) is None:
+        raise NotRunningError(f"{CLUSTER_FILE} is not set; run this on the head of k8s/experiment(s)")
+    file = ClusterFile.model_validate_json(content)
     ray.init(namespace=NAMESPACE, log_to_driver=False)
-    wait_for_nodes(file, print, PODS_S)
-    url = f"http://127.0.0.1:{file.gateway.port}"  # jobs run on the head, as the gateway does
-    with serving(file, print) as running, Client(url, running.model) as client:
+    url = f"http://127.0.0.1:{file.gateway.port}"  # this runs on the head, as the gateway does
+    with nodes(file), serving(file, print) as running, Client(url, running.model) as client:
         print(json.dumps({"experiment": file.name, "rows": measure(client)}), flush=True)
 
 

@@ -4,7 +4,6 @@ That a real Kubernetes takes and runs them: `make k8s-test`.
 """
 
 import json
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,9 +13,11 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.errors import ClusterFileError
+from cluster.errors import ClusterFileError, PlacementError
 from cluster.file import ClusterFile, load
-from cluster.kube import HEAD_POD_MEMORY, kustomize, unexpressed
+from cluster.kube import CLUSTER_FILE, HEAD_POD_MEMORY, kustomize, unexpressed
+from cluster.names import LABEL_NODE, ROLES
+from cluster.placement import NodeOffer, place
 from handoff.render import manifests
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -92,12 +93,22 @@ def test_every_overlay_builds(overlay: str) -> None:
 
 
 @kubectl
-def test_the_experiment_builds() -> None:
-    documents = {document["kind"]: document for document in built(K8S / "experiment")}
-    assert set(documents) == {"NetworkPolicy", "RayJob", "ServiceAccount"}
-    words = shlex.split(documents["RayJob"]["spec"]["entrypoint"])
-    assert words[:3] == ["python", "-m", "experiments.on_cluster"]
-    assert ClusterFile.model_validate_json(words[3]).name == "llama-experiment"
+@pytest.mark.parametrize(
+    ("folder", "kind", "field"),
+    [("experiment", "RayJob", "rayClusterSpec"), ("experiments", "RayCluster", None)],
+)
+def test_experiments_build_and_their_nodes_come_on_demand(folder: str, kind: str, field: str | None) -> None:
+    documents = {document["kind"]: document for document in built(K8S / folder)}
+    assert set(documents) == {"NetworkPolicy", kind, "ServiceAccount"}
+    spec = documents[kind]["spec"]
+    cluster = spec[field] if field else spec
+    assert cluster["enableInTreeAutoscaling"] is True
+    assert cluster["autoscalerOptions"]["version"] == "v2"
+    for group in cluster["workerGroupSpecs"]:
+        assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (0, 0, 1)
+    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    (content,) = [each["value"] for each in container["env"] if each["name"] == CLUSTER_FILE]
+    assert ClusterFile.model_validate_json(content).name == f"llama-{folder}"
 
 
 @kubectl
@@ -124,6 +135,46 @@ def test_a_patch_for_another_group_is_refused(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "workerGroupSpecs/2/groupName" in done.stderr
+
+
+def unplaced(service: dict[str, Any]) -> str:
+    """Why the workers that the application asks for do not fit what the groups offer; empty: they do."""
+    (application,) = json.loads(service["spec"]["serveConfigV2"])["applications"]
+    file = ClusterFile.model_validate(application["args"]["cluster"])
+    offers = {}
+    for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        total = {name: float(units) for name, units in group["resources"].items()}
+        roles = frozenset(role for role in ROLES if role in total)
+        name = group["labels"][LABEL_NODE]
+        offers[name] = NodeOffer(name, name, "", roles, total, total, group["labels"])
+    try:
+        placed = place(file.asks(), list(offers.values()))
+    except PlacementError as error:
+        return str(error)
+    wanting = [each for each in placed if not each.resources.keys() <= offers[each.node_name].total.keys()]
+    return f"offered by no group: {wanting}" if wanting else ""
+
+
+@kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_groups_offer_what_the_application_asks_for(overlay: str) -> None:
+    assert unplaced(service(built(K8S / "overlays" / overlay))) == ""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ('"decode": "1"', '"decod": "1"', "fits on no node"),
+        ('"CPU": "8"', '"CPU": "4"', "CPU: 4 free of 4, 8 needed"),
+        ('"at:prefill-1"', '"at:prefill-2"', "offered by no group"),
+    ],
+)
+def test_a_manifest_that_offers_something_else_is_found(right: str, wrong: str, said: str) -> None:
+    """What no schema can see: names and amounts of Ray's resources."""
+    text = json.dumps(yaml.safe_load((K8S / "base" / "rayservice.yaml").read_text("utf-8")))
+    assert unplaced(json.loads(text)) == ""
+    assert right in text
+    assert said in unplaced(json.loads(text.replace(right, wrong)))
 
 
 def test_every_node_is_a_group_that_offers_what_the_node_does() -> None:
@@ -178,13 +229,17 @@ def test_only_what_workers_are_made_from_makes_a_new_cluster() -> None:
 
 
 def test_pods_go_where_the_file_says() -> None:
+    apart = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": []}}
     places = {
+        "a": {"affinity": apart},
         "b": {"node_selector": {"disk": "fast"}, "tolerations": [{"key": "k", "operator": "Exists"}]},
         "b-1": {"node_name": "machine"},
     }
     groups = cluster_of(pods(kubernetes={"image": "i:1", "pods": places}))["workerGroupSpecs"]
     first, second, third = (group["template"]["spec"] for group in groups)
     assert {"nodeName", "nodeSelector", "tolerations"}.isdisjoint(first)
+    assert first["affinity"] == apart
+    assert "affinity" not in second
     assert second["nodeSelector"] == {"disk": "fast"}
     assert second["tolerations"] == [{"key": "k", "operator": "Exists"}]
     assert third["nodeName"] == "machine"

@@ -79,9 +79,13 @@ def test_the_schema_takes_the_overlay(validator: jsonschema.Draft202012Validator
     assert [error.message for error in validator.iter_errors(services(overlay))] == []
 
 
-def test_the_schema_takes_the_experiment(definitions: Path) -> None:
-    job = yaml.safe_load((K8S / "experiment" / "rayjob.yaml").read_text("utf-8"))
-    found = validator_of("RayJob", definitions).iter_errors({**job, "metadata": {}})
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [("RayJob", "experiment/rayjob.yaml"), ("RayCluster", "experiments/raycluster.yaml")],
+)
+def test_the_schema_takes_experiments(definitions: Path, kind: str, path: str) -> None:
+    manifest = yaml.safe_load((K8S / path).read_text("utf-8"))
+    found = validator_of(kind, definitions).iter_errors({**manifest, "metadata": {}})
     assert [error.message for error in found] == []
 
 
