@@ -25,7 +25,7 @@ test: setup ## Run all tests (real vLLM engines on real Ray nodes; some minutes)
 rayup-test: setup ## `ray up` for real, between two machines made of namespaces (root, openssh-server, rsync)
 	$(BIN)/python -m pytest -m "" tests/cluster/test_ray_up.py tests/serving/test_hosts.py $(ARGS)
 
-k8s-test: setup ## A real Kubernetes with KubeRay serves through pods; not part of test (root, Debian, Go, kubectl; 9 minutes, more the first time)
+k8s-test: setup ## A real Kubernetes with KubeRay serves through pods; not part of test (root, Debian, Go, kubectl, or KUBECONFIG; 8 minutes, more the first time)
 	$(BIN)/python -m pytest -sv --reruns 0 -x -o timeout=3000 tests/k8s $(ARGS)
 
 check: setup ## Formatting, lint, types, import arrows

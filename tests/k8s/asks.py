@@ -1,6 +1,6 @@
 """Asks for completions, one after the other, until its input ends; prints each answer as a line of JSON.
 
-Runs in the lab's network, where names of the cluster resolve: asks.py URL MODEL
+Runs in a pod, where names of the cluster resolve: python -c THIS URL MODEL
 """
 
 import json

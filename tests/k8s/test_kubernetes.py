@@ -1,49 +1,30 @@
 """A real Kubernetes runs what `handoff render` makes: `make k8s-test`. Each test goes on from the last."""
 
 import json
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from kubernetes_lab import PROJECT, Lab, Load, run, until, up, write
-
-from experiments import models as made
+from cluster_manifests import kubernetes, write
+from kubernetes_lab import CLIENT, PROJECT, Lab, Load, run, until
 
 NAME = "lab"
-URL = f"http://{NAME}-serve-svc.default.svc.cluster.local:8000"
+SERVICE = f"{NAME}-serve-svc"
 READY_WITHIN_S = 300.0
 BACK_WITHIN_S = 180.0
 GONE_WITHIN_S = 120.0
 VLLM = {"max_model_len": 4096, "max_num_batched_tokens": 512, "enforce_eager": True, "dtype": "bfloat16"}
-OVERLAYS = ("cpu", "gpu", "kind")
+K8S = PROJECT / "k8s"
+OTHERS = {
+    "monitoring": "podmonitors.monitoring.coreos.com",
+    "external-secrets": "externalsecrets.external-secrets.io",
+}
+"""Components that need definitions of others than KubeRay."""
 
 
-@pytest.fixture(scope="session")
-def lab() -> Iterator[Lab]:
-    with up() as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def models() -> Path:
-    """A folder with the model `tiny`, which pods mount."""
-    folder = PROJECT / "models"
-    if not (folder / "tiny" / "config.json").exists():
-        made.make(folder / "tiny", "tiny", progress=print, force=False)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def explained(lab: Lab, request: pytest.FixtureRequest) -> Iterator[None]:
-    failed = request.session.testsfailed
-    yield
-    if request.session.testsfailed > failed:
-        print(lab.look())
-
-
-def content(models: Path, **changes: Any) -> dict[str, Any]:
+def content(lab: Lab, **changes: Any) -> dict[str, Any]:
     node = {"memory": "3GiB", "object_store": "100MiB"}
     return {
         "name": NAME,
@@ -51,7 +32,7 @@ def content(models: Path, **changes: Any) -> dict[str, Any]:
         "engine": {**VLLM, "fake": {"step_ms": 20}},
         "router": {"mode": "always"},
         "gateway": {"limits": {"answer_s": 15}},
-        "kubernetes": {"image": "handoff.test/handoff:1", "volume": {"hostPath": {"path": str(models)}}},
+        "kubernetes": kubernetes(lab),
         "nodes": {
             "prefill": {"role": "prefill", **node},
             "decode": {"role": "decode", "count": 2, **node},
@@ -61,21 +42,19 @@ def content(models: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def small(models: Path) -> dict[str, Any]:
-    """Two nodes, and vLLM's own engines."""
-    smaller = content(models, engine={**VLLM, "kv_cache_memory_bytes": 1 << 30})
+def small(lab: Lab, **changes: Any) -> dict[str, Any]:
+    """Two nodes."""
+    smaller = content(lab, **changes)
     smaller["nodes"]["decode"]["count"] = smaller["workers"]["decode"]["count"] = 1
     return smaller
 
 
 def workers(lab: Lab) -> dict[str, dict[str, Any]]:
-    told = lab_get(lab, "/handoff/workers")
-    return {worker["name"]: worker for worker in told}
+    return {worker["name"]: worker for worker in lab.http(f"{SERVICE}:serve", "/handoff/workers")}
 
 
-def lab_get(lab: Lab, path: str) -> Any:
-    done = run([lab.inside, "curl", "-sf", "-m", "10", f"{URL}{path}"], 20)
-    return json.loads(done.stdout) if done.returncode == 0 and done.stdout else []
+def asking(lab: Lab) -> Load:
+    return Load(lab, f"http://{SERVICE}:8000", "tiny")
 
 
 def active(lab: Lab) -> str:
@@ -83,11 +62,57 @@ def active(lab: Lab) -> str:
     return str(service.get("status", {}).get("activeServiceStatus", {}).get("rayClusterName", ""))
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_operators_own_schema_takes_every_overlay(lab: Lab, overlay: str) -> None:
-    folder = PROJECT / "k8s" / "overlays" / overlay
-    taken = lab.kubectl("apply", "-k", folder, "--dry-run=server", "--validate=strict")
+def ready(lab: Lab) -> bool:
+    """Whether it serves. An application that could not be built never will: its reason fails the test."""
+    status = lab.get("rayservices", "--field-selector", f"metadata.name={NAME}")[0].get("status", {})
+    for cluster in ("pendingServiceStatus", "activeServiceStatus"):
+        for application in status.get(cluster, {}).get("applicationStatuses", {}).values():
+            assert application["status"] != "DEPLOY_FAILED", application["message"]
+    return any((each["type"], each["status"]) == ("Ready", "True") for each in status.get("conditions", []))
+
+
+def uids(lab: Lab) -> dict[str, str]:
+    return {name: pod["metadata"]["uid"] for name, pod in lab.pods().items()}
+
+
+@pytest.fixture(scope="module")
+def applied(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What serves is applied first, and comes up while manifests are judged."""
+    folder = tmp_path_factory.mktemp("manifests") / "m"
+    lab.kubectl("apply", "-k", write(content(lab), lab, folder) / "test", "--validate=strict")
+    return folder
+
+
+def dry_run(lab: Lab, folder: Path) -> str:
+    return lab.kubectl("apply", "-k", folder, "--dry-run=server", "--validate=strict")
+
+
+@pytest.mark.usefixtures("applied")
+@pytest.mark.parametrize("overlay", sorted(path.name for path in (K8S / "overlays").iterdir()))
+def test_the_server_takes_every_overlay(lab: Lab, overlay: str) -> None:
+    assert "rayservice.ray.io/llama created (server dry run)" in dry_run(lab, K8S / "overlays" / overlay)
+
+
+@pytest.mark.parametrize(("folder", "kind"), [("experiment", "rayjob"), ("experiments", "raycluster")])
+def test_the_server_takes_experiments(lab: Lab, folder: str, kind: str) -> None:
+    assert f"{kind}.ray.io/llama-{folder} created (server dry run)" in dry_run(lab, K8S / folder)
+
+
+@pytest.mark.parametrize("component", sorted(path.name for path in (K8S / "components").iterdir()))
+def test_the_server_takes_every_component(lab: Lab, tmp_path: Path, component: str) -> None:
+    needed = OTHERS.get(component)
+    if needed and run(lab.command("get", "crd", needed), 60).returncode != 0:
+        pytest.skip(f"{lab.where} does not know {needed}: install its operator there")
+    shutil.copytree(K8S, tmp_path / "k8s")
+    own = tmp_path / "k8s" / "overlays" / "own"
+    own.mkdir()
+    used = {"resources": ["../../base"], "components": [f"../../components/{component}"]}
+    (own / "kustomization.yaml").write_text(yaml.safe_dump(used))
+    taken = dry_run(lab, own)
     assert "rayservice.ray.io/llama created (server dry run)" in taken
+    for manifest in (K8S / "components" / component).iterdir():
+        if manifest.name != "kustomization.yaml":
+            assert f"{manifest.stem}" in taken
 
 
 @pytest.mark.parametrize(
@@ -108,14 +133,25 @@ def test_a_misspelt_field_is_refused(lab: Lab, tmp_path: Path, word: str, misspe
     assert misspelt in said
 
 
-def test_it_serves_and_pods_are_what_the_file_says(lab: Lab, models: Path, tmp_path: Path) -> None:
-    lab.kubectl("apply", "-k", write(content(models), tmp_path / "m"), "--validate=strict")
-    lab.kubectl(
-        *("wait", "--for=condition=Ready", f"rayservice/{NAME}", f"--timeout={READY_WITHIN_S:.0f}s"),
-        within_s=READY_WITHIN_S + 10,
-    )
+def test_a_broken_manifest_does_not_pass(lab: Lab, tmp_path: Path) -> None:
+    """What the other tests rest on: a group without its resources is refused by the operator, and says so."""
+    text = (PROJECT / "k8s" / "base" / "rayservice.yaml").read_text("utf-8")
+    service = yaml.safe_load(text)
+    service["metadata"]["name"] = "broken"
+    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["rayStartParams"]["num-cpus"] = "1"
+    (tmp_path / "broken.yaml").write_text(yaml.safe_dump(service))
+    lab.kubectl("apply", "-f", tmp_path / "broken.yaml")
+    try:
+        until(lambda: "resource fields should not be set in both" in lab.look(), "the operator says why", 30)
+    finally:
+        lab.kubectl("delete", "-f", tmp_path / "broken.yaml", within_s=60)
+
+
+@pytest.mark.usefixtures("applied")
+def test_it_serves_and_pods_are_what_the_file_says(lab: Lab) -> None:
+    until(lambda: ready(lab), "the RayService is ready", READY_WITHIN_S)
     until(lambda: workers(lab), "the gateway answers", 30)
-    with Load(lab, URL, "tiny") as load:
+    with asking(lab) as load:
         load.wait(20, 60)
         assert load.lost() == []
         assert {answer["path"].split(";")[0].split(">")[0] for answer in load.answers} == {"prefill-worker-0"}
@@ -140,44 +176,33 @@ def test_it_serves_and_pods_are_what_the_file_says(lab: Lab, models: Path, tmp_p
     assert lab.get("poddisruptionbudgets")[0]["status"]["currentHealthy"] >= 1
 
 
-def test_a_lost_pod_costs_no_request_and_its_worker_comes_back(lab: Lab) -> None:
-    before = lab.pods()
+def test_a_lost_pod_and_new_gateways_cost_no_request(lab: Lab, applied: Path) -> None:
+    """Gateways are replaced while the lost pod's worker comes back; the new ones find it."""
+    before, cluster = uids(lab), active(lab)
     lost = "decode-0"
     worker = next(name for name, each in workers(lab).items() if each["node"] == lost)
-    with Load(lab, URL, "tiny") as load:
+    with asking(lab) as load:
         load.wait(3, 60, f">{worker}")
-        lab.kubectl("delete", "pod", before[lost]["metadata"]["name"], "--grace-period=0", "--force")
+        pod = lab.pods()[lost]["metadata"]["name"]
+        lab.kubectl("delete", "pod", pod, "--grace-period=0", "--force")
         load.wait(30, 60)
-        load.wait(3, BACK_WITHIN_S, f">{worker}")
-        assert load.lost() == []
-    after = lab.pods()
-    assert after[lost]["metadata"]["uid"] != before[lost]["metadata"]["uid"]
-    assert {name for name in before if after[name]["metadata"]["uid"] != before[name]["metadata"]["uid"]} == {
-        lost
-    }
-
-
-def test_what_gateways_are_made_from_changes_in_place(lab: Lab, models: Path, tmp_path: Path) -> None:
-    cluster, before = active(lab), lab.pods()
-    with Load(lab, URL, "tiny") as load:
-        load.wait(3, 30, "always")
-        lab.kubectl("apply", "-k", write(content(models, router={"mode": "never"}), tmp_path / "m"))
-        load.wait(3, BACK_WITHIN_S, "never")
+        edited = content(lab, router={"mode": "replicas"})
+        lab.kubectl("apply", "-k", write(edited, lab, applied) / "test")
+        load.wait(3, BACK_WITHIN_S, "undivided")
+        load.wait(3, BACK_WITHIN_S, f"{worker}; undivided")  # all take turns
         assert load.lost() == []
     assert active(lab) == cluster
-    assert {pod["metadata"]["uid"] for pod in lab.pods().values()} == {
-        pod["metadata"]["uid"] for pod in before.values()
-    }
+    after = uids(lab)
+    assert {name for name in before if after[name] != before[name]} == {lost}
 
 
-def test_what_workers_are_made_from_makes_a_new_cluster_and_nothing_is_lost(
-    lab: Lab, models: Path, tmp_path: Path
-) -> None:
+def test_what_workers_are_made_from_makes_a_new_cluster_and_nothing_is_lost(lab: Lab, applied: Path) -> None:
     """From fake engines to vLLM's, and from three nodes to two."""
     cluster = active(lab)
-    with Load(lab, URL, "tiny") as load:
+    with asking(lab) as load:
         load.wait(3, 30)
-        lab.kubectl("apply", "-k", write(small(models), tmp_path / "m"))
+        engines = {**VLLM, "kv_cache_memory_bytes": 1 << 30}
+        lab.kubectl("apply", "-k", write(small(lab, engine=engines), lab, applied) / "test")
         until(lambda: active(lab) != cluster, "the new cluster serves", READY_WITHIN_S)
         until(lambda: set(workers(lab)) == {"prefill-worker-0", "decode-worker-0"}, "requests go there", 60)
         load.wait(5, 60, "always")
@@ -187,51 +212,47 @@ def test_what_workers_are_made_from_makes_a_new_cluster_and_nothing_is_lost(
     assert set(lab.pods()) == {"head", "prefill-0", "decode-0"}
 
 
-def test_deleting_leaves_nothing(lab: Lab, models: Path, tmp_path: Path) -> None:
-    lab.kubectl("delete", "-k", write(content(models), tmp_path / "m"), within_s=GONE_WITHIN_S)
-
-    def left() -> list[str]:
-        kinds = "pods,rayservices,rayclusters,secrets,configmaps,serviceaccounts,networkpolicies"
-        own = {"ServiceAccount/default", "ConfigMap/kube-root-ca.crt"}
-        found = {f"{item['kind']}/{item['metadata']['name']}" for item in lab.get(kinds)}
-        services = {f"Service/{item['metadata']['name']}" for item in lab.get("services")} - {
-            "Service/kubernetes"
-        }
-        return sorted((found - own) | services)
-
-    until(lambda: not left(), "nothing is left", GONE_WITHIN_S)
-
-
-def test_an_experiment_runs_as_a_job(lab: Lab, models: Path, tmp_path: Path) -> None:
-    write(small(models), tmp_path / "m")
-    overlay = tmp_path / "m" / "overlays" / "experiment"
-    lab.kubectl("apply", "-k", overlay, "--validate=strict")
+def test_an_experiment_runs_as_a_job_on_nodes_that_come_and_go(lab: Lab, applied: Path) -> None:
+    """Ray's autoscaler has nodes made when the experiment asks for them, and gives them back afterwards."""
+    lab.kubectl("delete", "-k", applied / "overlays" / "test", "--wait=false")
+    overlays = write(small(lab), lab, applied)
+    for name in ("experiment", "experiments"):
+        lab.kubectl("apply", "-k", overlays / name, "--validate=strict")
 
     def status() -> str:
         (job,) = lab.get("rayjobs")
         return str(job.get("status", {}).get("jobStatus", ""))
 
+    def nodes(of: str) -> set[str]:
+        found = lab.get("pods", "-l", f"ray.io/is-ray-node=yes,app.kubernetes.io/instance={NAME}-{of}")
+        return {pod["metadata"]["labels"]["handoff.node"] for pod in found}
+
+    until(lambda: nodes("experiment") == {"head", "prefill-0", "decode-0"}, "nodes come", READY_WITHIN_S)
     until(lambda: status() in ("SUCCEEDED", "FAILED"), "the job has ended", READY_WITHIN_S)
-    head = lab.pods()["head"]["metadata"]["name"]
-    log = lab.kubectl("exec", head, "--", "sh", "-c", "cat /tmp/ray/session_latest/logs/job-driver-*")
+    selector = f"app.kubernetes.io/instance={NAME}-experiment,handoff.node=head"
+    (head,) = lab.get("pods", "-l", selector)
+    read = ("sh", "-c", "cat /tmp/ray/session_latest/logs/job-driver-*")
+    log = lab.kubectl("exec", head["metadata"]["name"], "--", *read)
     assert status() == "SUCCEEDED", log
     (line,) = [line for line in log.splitlines() if line.startswith('{"experiment"')]
     rows = json.loads(line)["rows"]
     assert [row["prompt_tokens"] for row in rows] == [128, 512, 1024]
     assert {path for row in rows for path in row["paths"]} == {"prefill-worker-0>decode-worker-0"}
-    lab.kubectl("delete", "-k", overlay, within_s=GONE_WITHIN_S)
-    until(lambda: not lab.get("pods"), "its pods are gone", GONE_WITHIN_S)
+    until(lambda: nodes("experiment") == {"head"}, "idle nodes are given back", GONE_WITHIN_S)
+    # The cluster that stays has made no node, because nobody has asked for one.
+    ready = ("--for=condition=HeadPodReady", f"raycluster/{NAME}-experiments", "--timeout=60s")
+    lab.kubectl("wait", *ready, within_s=70)
+    assert nodes("experiments") == {"head"}
 
 
-def test_a_broken_manifest_does_not_pass(lab: Lab, tmp_path: Path) -> None:
-    """What the other tests rest on: a group without its resources is refused by the operator, and says so."""
-    text = (PROJECT / "k8s" / "base" / "rayservice.yaml").read_text("utf-8")
-    service = yaml.safe_load(text)
-    service["metadata"]["name"] = "broken"
-    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["rayStartParams"]["num-cpus"] = "1"
-    (tmp_path / "broken.yaml").write_text(yaml.safe_dump(service))
-    lab.kubectl("apply", "-f", tmp_path / "broken.yaml")
-    try:
-        until(lambda: "resource fields should not be set in both" in lab.look(), "the operator says why", 30)
-    finally:
-        lab.kubectl("delete", "-f", tmp_path / "broken.yaml", within_s=60)
+def test_deleting_leaves_nothing(lab: Lab, applied: Path) -> None:
+    for name in ("experiment", "experiments"):
+        lab.kubectl("delete", "-k", applied / "overlays" / name, within_s=GONE_WITHIN_S)
+
+    def left() -> list[str]:
+        kinds = "pods,services,rayservices,rayclusters,rayjobs,secrets,configmaps"
+        kinds += ",serviceaccounts,networkpolicies,poddisruptionbudgets,roles,rolebindings"
+        own = {"ServiceAccount/default", "ConfigMap/kube-root-ca.crt", f"Pod/{CLIENT}"}
+        return sorted({f"{item['kind']}/{item['metadata']['name']}" for item in lab.get(kinds)} - own)
+
+    until(lambda: not left(), "nothing is left", GONE_WITHIN_S)

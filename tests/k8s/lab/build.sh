@@ -14,6 +14,10 @@ fi
 command -v go >/dev/null || { echo "error: no go on PATH; Go 1.25 or newer builds Kubernetes and KubeRay"; exit 1; }
 command -v kubectl >/dev/null || { echo "error: no kubectl on PATH"; exit 1; }
 
+# What has been built from the same sources is not looked at again.
+sources=$({ go version; find "$LAB/env.sh" "$LAB/build.sh" "$LAB/kube" "$LAB/coredns" "$LAB/pause" -type f | sort | xargs cat; } | sha256sum)
+[ "$(cat "$CACHE/built" 2>/dev/null)" = "$sources" ] && exit
+
 export CGO_ENABLED=0 GOFLAGS=-buildvcs=false
 component=k8s.io/component-base/version
 stamp="-X $component.gitVersion=v$KUBERNETES -X $component.gitMajor=1 -X $component.gitMinor=${KUBERNETES:2:2}"
@@ -26,6 +30,14 @@ echo "building coredns, pause"
 (cd "$LAB/pause" && go build -trimpath -ldflags '-s -w' -o "$BIN/pause" .)
 # Built in the module's folder: `go install MODULE@VERSION` asks for the list of versions, which some proxies refuse.
 echo "building KubeRay's operator $KUBERAY"
-operator=$(go mod download -json github.com/ray-project/kuberay/ray-operator@v$KUBERAY | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')
+module() { go mod download -json "github.com/$1" | sed -n 's/.*"Dir": "\(.*\)".*/\1/p'; }
+operator=$(module ray-project/kuberay/ray-operator@v$KUBERAY)
 (cd "$operator" && go build -p 2 -trimpath -ldflags '-s -w' -o "$BIN/ray-operator" .)
 echo "$operator" >"$CACHE/kuberay"
+# Definitions of what components make: by Prometheus' operator and by External Secrets'.
+mkdir -p "$CACHE/definitions"
+prometheus=$(module prometheus-operator/prometheus-operator@v$PROMETHEUS)/example/prometheus-operator-crd
+secrets=$(module external-secrets/external-secrets@v$SECRETS)/config/crds/bases
+install -m 644 "$prometheus"/monitoring.coreos.com_{podmonitors,prometheusrules}.yaml \
+  "$secrets/external-secrets.io_externalsecrets.yaml" "$CACHE/definitions"
+echo "$sources" >"$CACHE/built"

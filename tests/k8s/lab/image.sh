@@ -10,6 +10,7 @@ if [ ! -e "$ROOT/.complete" ]; then
     bookworm "$ROOT" >"$CACHE/debootstrap.log" 2>&1 || { tail -5 "$CACHE/debootstrap.log"; exit 1; }
   touch "$ROOT/.complete"
 fi
+install -d -o 1000 -g 1000 "$CACHE/vllm"
 V=$CACHE/venv
 if [ ! -e "$IMAGES/handoff.tar" ] || [ "$0" -nt "$IMAGES/handoff.tar" ]; then
   echo "making the image"

@@ -81,7 +81,7 @@ start kcm $B/kube-controller-manager --kubeconfig=$P/kcm.kubeconfig --service-ac
 start scheduler $B/kube-scheduler --kubeconfig=$P/scheduler.kubeconfig --leader-elect=false --bind-address=127.0.0.1 --authentication-kubeconfig=$P/scheduler.kubeconfig --authorization-kubeconfig=$P/scheduler.kubeconfig
 # --- KubeRay: CRDs, its own RBAC, the operator outside the cluster
 KR=$(cat "$CACHE/kuberay")
-kubectl apply --server-side -f $KR/config/crd/bases -f $KR/config/rbac/role.yaml
+kubectl apply --server-side -f $KR/config/crd/bases -f $KR/config/rbac/role.yaml -f "$CACHE/definitions"
 kubectl apply -f - <<Y
 apiVersion: rbac.authorization.k8s.io/v1
 kind: ClusterRoleBinding
