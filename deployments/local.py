@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import ray
 
+from cluster import preflight
 from cluster.connect import connect, join
 from cluster.errors import NotRunningError
 from cluster.file import ClusterFile
 from cluster.local import LocalCluster, held, running
 from cluster.nodes import wait_for_nodes
 from cluster.ray_up import HOSTS_TOKEN
+from deployments import store
 from deployments.app import Serving, serving, start, update
 from deployments.place import Progress
 
@@ -56,10 +58,14 @@ def served(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
                     f"hosts: {HOSTS_TOKEN} is not here, which holds the cluster's token; serve from a "
                     f"machine of the cluster, which `ray up` copies it to: ray exec FILE 'handoff serve ...'"
                 )
+            store.require(file)
             join(f"{file.hosts.head_address}:{file.hosts.port}", HOSTS_TOKEN)
             stack.callback(ray.shutdown)
             wait_for_nodes(file, progress)
         else:
-            connect(running(file.name) or stack.enter_context(held(file, progress)))
+            if (cluster := running(file.name)) is None:
+                preflight.require(file)
+            store.require(file)
+            connect(cluster or stack.enter_context(held(file, progress)))
             stack.callback(ray.shutdown)
         yield stack.enter_context(serving(file, progress))

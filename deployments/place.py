@@ -20,8 +20,8 @@ from actors.worker import ENGINE_ENV, Worker
 from cluster.file import ClusterFile
 from cluster.nodes import snapshot
 from cluster.placement import Placement, WorkerAsk, place
+from deployments import store
 from deployments.errors import StartError
-from kv.bucket import S3Settings
 from kv.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def start_workers(file: ClusterFile, progress: Progress) -> list[PlacedWorker]:
                 model=file.model_on(placement.node_name),
                 engine=file.engine_for(ask.role, placement.node_name),
                 transport=file.transport,
-                s3=None if file.s3 is None else S3Settings(**file.s3.model_dump(exclude={"tier"})),
+                s3=store.settings(file),
                 tier=file.s3 is not None and file.s3.tier,
                 tls=None if file.tls is None else TlsFiles(**_paths(file.tls.model_dump())),
             )

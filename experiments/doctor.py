@@ -30,12 +30,11 @@ from cluster.launch import shared_memory
 from cluster.model_config import is_path
 from cluster.names import AT_SHARE, at
 from cluster.placement import NodeOffer
-from kv.bucket import Bucket, S3Settings
-from kv.errors import TransferError
+from deployments import store
+from kv.bucket import S3Settings
 
 PACKAGES: Final = {**packages.PACKAGES, "torch": ("torch",), "nixl": ("nixl",)}
 HERE: Final = "here"
-S3_S: Final = 20.0
 ANSWER_S: Final = 90.0
 """For a node to start a process and to look at itself; models on slow disks take the most."""
 CONNECT_S: Final = 3.0
@@ -119,7 +118,7 @@ def _greeted(node: str, place: tuple[str, int]) -> str:
 def _facts(question: Question) -> Facts:
     found = facts.gather(question.node, question.address, os.environ)
     found = replace(found, versions=packages.versions(PACKAGES), **_model(question.model, question.weights))
-    return found if question.s3 is None else replace(found, s3=_try(question.s3))
+    return found if question.s3 is None else replace(found, s3=store.trouble(question.s3))
 
 
 def _model(model: str | None, weights: bool) -> dict[str, Any]:
@@ -141,21 +140,6 @@ def _model(model: str | None, weights: bool) -> dict[str, Any]:
         return {"model_error": str(error)}
 
 
-def _try(settings: S3Settings) -> str:
-    """Return an empty text if the bucket can be used, else what went wrong, without a secret."""
-    try:
-        bucket = Bucket(settings)
-    except TransferError as error:
-        return str(error)
-    try:
-        bucket.check(S3_S)
-    except TransferError as error:
-        return str(error)
-    finally:
-        bucket.close()
-    return ""
-
-
 def _authentication() -> str:
     from ray import _raylet
     from ray._private.authentication.authentication_utils import get_authentication_mode_name
@@ -172,13 +156,6 @@ def _has_token() -> bool:
     return True
 
 
-def s3_of(file: ClusterFile | None) -> S3Settings | None:
-    """Return the bucket of a cluster file."""
-    if file is None or file.s3 is None:
-        return None
-    return S3Settings(**file.s3.model_dump(exclude={"tier"}))
-
-
 # -- this machine -------------------------------------------------------------------------------------
 
 
@@ -186,7 +163,7 @@ def here(file: ClusterFile | None) -> tuple[list[Facts], list[Finding]]:
     """Examine this machine; with a cluster file, what would keep it from coming up here as well."""
     model = None if file is None else file.model
     weights = file is None or FAKE not in file.engine
-    found = _facts(Question(HERE, own_address(), model, weights, s3_of(file)))
+    found = _facts(Question(HERE, own_address(), model, weights, store.settings(file) if file else None))
     if file is None or file.hosts is not None:
         return [found], []
     remedy = "see what was found; handoff up says the same before it starts anything"
@@ -290,7 +267,7 @@ def _question(name: str, offer: NodeOffer, file: ClusterFile | None) -> Question
     mine = file is not None and offer.roles and any(node.name == offer.name for node in file.each_node())
     model = file.model_on(offer.name) if file is not None and mine else None
     weights = file is None or FAKE not in file.engine
-    return Question(name, offer.address, model, weights, s3_of(file))
+    return Question(name, offer.address, model, weights, store.settings(file) if file else None)
 
 
 def _answers(ray: Any, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:

@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from cluster import preflight
 from cluster.errors import NotRunningError
 from cluster.file import ClusterFile, load
 from cluster.local import LocalCluster, Progress, held, running
 from cluster.local import down as end
 from cluster.local import up as start
 from cluster.network import accepts
-from handoff import console, interrupt
+from handoff import console, elsewhere, interrupt
 from handoff.serve import Engine
 from handoff.status import Name, the_one
 
@@ -63,6 +64,7 @@ def up(
     elif nodes:
         _announce(start(file, progress))
     else:
+        _require(file)
         _announce(start(file, progress, then=lambda cluster: _serve(cluster, file, progress)))
 
 
@@ -74,15 +76,28 @@ def down(
 ) -> None:
     """End a cluster on this machine: all its processes, its shared memory, its temporary files.
 
-    Gateways take no new requests, and what is being answered comes to its end first.
+    Gateways take no new requests, and what is being answered comes to its end first. Of clusters of `ray up`
+    and of KubeRay it says what ends them.
 
     Example: [bold]handoff down local[/bold]
     """
-    name = name or the_one(None).name
+    name = elsewhere.named(name, "down") if name else the_one(None).name
     progress = console.progress()
     if drain_s and (cluster := running(name)) is not None:
         _drain(cluster, progress, drain_s)
-    end(name, progress)
+    try:
+        end(name, progress)
+    except NotRunningError as error:
+        raise NotRunningError(f"{error}. {elsewhere.MADE_BY['down']}") from None
+
+
+def _require(file: ClusterFile) -> None:
+    """Raise BringUpError for what would keep it from serving, the bucket last, which takes the longest."""
+    if file.s3 is not None:
+        from deployments import store
+
+        preflight.require(file)
+        store.require(file)
 
 
 def _serve(cluster: LocalCluster, file: ClusterFile, progress: Progress) -> None:

@@ -16,9 +16,12 @@ from cluster.local import LocalCluster, clusters, running
 from cluster.network import accepts
 from cluster.report import NodeReport, report
 from cluster.sizes import show
-from handoff import console, interrupt
+from handoff import console, elsewhere, interrupt
 
-Name = Annotated[str | None, typer.Argument(help="Name of the cluster; not needed if only one runs.")]
+Name = Annotated[
+    str | None,
+    typer.Argument(help="Name of the cluster, or its cluster file; not needed if only one runs."),
+]
 WIDE = 200
 _STYLES = {"alive": "green", "ready": "green", "dead": "red", "lost": "red", "absent": "dim"}
 
@@ -34,6 +37,8 @@ def status(
     every: Annotated[float, typer.Option(help="Seconds between two views of --watch.", min=0.1)] = 1.0,
 ) -> None:
     """Show the running clusters: nodes, workers, the ways that KV takes between them, and what is on its way.
+
+    Of those that `handoff up` or `handoff serve` made on this machine; of others it says what shows them.
 
     Examples:
 
@@ -58,14 +63,18 @@ def _print(view: Group) -> None:
 
 
 def the_one(name: str | None) -> LocalCluster:
-    """The cluster called `name`; without a name, the only one that runs."""
+    """The cluster called `name`, or that of a cluster file; without a name, the only one that runs."""
+    name = None if name is None else elsewhere.named(name, "status")
     found = clusters()
     names = ", ".join(cluster.name for cluster in found) or "none"
     chosen = [cluster for cluster in found if name in (None, cluster.name)]
     if name is None and len(chosen) > 1:
         raise NotRunningError(f"several clusters run here, so say which: {names}")
     if not chosen:
-        raise NotRunningError(f"no cluster{f' called {name!r}' if name else ''} runs here; running: {names}")
+        raise NotRunningError(
+            f"no cluster{f' called {name!r}' if name else ''} runs here; running: {names}. "
+            f"{elsewhere.MADE_BY['status']}"
+        )
     return chosen[0]
 
 

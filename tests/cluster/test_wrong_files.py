@@ -13,6 +13,8 @@ import pytest
 
 from cluster import preflight, start
 from cluster.file import load
+from deployments import store
+from experiments.s3_server import S3Server
 from handoff import cli, serve
 
 RIGHT = """\
@@ -426,6 +428,56 @@ def test_a_wrong_environment_is_refused_before_anything_starts(
     assert "'right' cannot be brought up here" in message
     for part in parts:
         assert part in message
+
+
+def no_server(place: Place, s3: S3Server) -> list[str]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    place.change('"store.lan:9000"', f'"127.0.0.1:{port}"')
+    return [f"bucket 'kv-cache' at 127.0.0.1:{port}", "cannot be reached", "check that the server runs"]
+
+
+def no_bucket(place: Place, s3: S3Server) -> list[str]:
+    place.change('"store.lan:9000"', f'"{s3.settings.endpoint}"')
+    return [f"bucket 'kv-cache' at {s3.settings.endpoint}", "there is no such bucket; create it"]
+
+
+def wrong_keys(place: Place, s3: S3Server) -> list[str]:
+    place.change("kv-cache", s3.settings.bucket)
+    place.change('"store.lan:9000"', f'"{s3.settings.endpoint}"')
+    place.patch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret")
+    return [
+        f"bucket {s3.settings.bucket!r} at {s3.settings.endpoint}",
+        "refused",
+        "check s3.region, the cred",
+    ]
+
+
+@pytest.mark.parametrize("wrong", [no_server, no_bucket, wrong_keys], ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize("command", ["up", "serve"])
+def test_a_store_that_cannot_be_used_is_refused_before_anything_starts(
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    own: S3Server,
+    command: str,
+    wrong: Callable[[Place, S3Server], list[str]],
+) -> None:
+    for name, value in own.credentials.items():
+        place.patch.setenv(name, value)
+    place.text = place.text.replace("s3: {", f"s3: {{scheme: {own.settings.scheme}, ")
+    place.patch.setattr(serve.interrupt, "end_in_order", lambda: None)
+    parts = wrong(place, own)
+    message = said(capsys, place.patch, command, str(place.write()))
+    for part in ("'right' cannot be brought up", "or leave `s3` out", *parts):
+        assert part in message
+
+
+def test_a_store_that_can_be_used_is_no_mistake(place: Place, own: S3Server) -> None:
+    for name, value in own.credentials.items():
+        place.patch.setenv(name, value)
+    place.change("kv-cache", own.settings.bucket)
+    place.change('"store.lan:9000"', f'"{own.settings.endpoint}", scheme: {own.settings.scheme}')
+    store.require(load(place.write()))
 
 
 def test_the_right_file_has_no_mistake(place: Place) -> None:

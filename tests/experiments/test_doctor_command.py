@@ -19,6 +19,7 @@ from cluster.doctor import examine
 from cluster.facts import Facts
 from cluster.file import load
 from cluster.placement import NodeOffer
+from deployments import store
 from experiments import doctor
 from experiments.doctor import PACKAGES, Examiner, Question, answers_strangers
 from handoff.cli import app
@@ -131,7 +132,7 @@ def test_a_model_that_is_not_there_is_an_error_or_comes_later(tmp_path: Path) ->
 
 def test_a_bucket_that_cannot_be_reached_is_said() -> None:
     settings = S3Settings("none", endpoint=f"127.0.0.1:{closed_port()}", scheme="http")
-    assert "s3://none/handoff at 127.0.0.1" in doctor._try(settings)
+    assert "s3://none/handoff at 127.0.0.1" in store.trouble(settings)
 
 
 @contextlib.contextmanager
