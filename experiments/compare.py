@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from experiments.probe_map import Place, place_of
 from experiments.results import SCHEMA_VERSION, ResultError, Run, check, identity
 
 DRAWS: Final = 5000
@@ -244,9 +245,29 @@ def _demo(run: Run) -> Iterator[tuple[Key, Series]]:
                 yield (one["title"], measure), Series(one[measure], False, [one[measure]])
 
 
+def _probe(run: Run) -> Iterator[tuple[Key, Series]]:
+    taken: dict[Place, list[float]] = {}
+    for one in run.samples:
+        taken.setdefault(place_of(one), []).append(one["value"])
+    for row in run.results["rows"]:
+        values = taken.get(place_of(row), [])
+        yield (row["row"], row["unit"]), Series(row["p50"], row["unit"] != "us", values)
+
+
+def _placement(run: Run) -> Iterator[tuple[Key, Series]]:
+    for row in run.results["rows"]:
+        own = [one for one in run.samples if one["case"] == row["case"]]
+        yield (
+            (row["case"], "slowest_s"),
+            Series(row["slowest_s_p50"], False, [max(one["seconds"]) for one in own]),
+        )
+
+
 SERIES: Final[Mapping[str, Callable[[Run], Iterator[tuple[Key, Series]]]]] = {
     "bench-kv": _kv,
     "bench-serve": _serve,
     "bench-goodput": _goodput,
     "demo": _demo,
+    "probe": _probe,
+    "placement": _placement,
 }

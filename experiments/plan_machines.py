@@ -165,6 +165,12 @@ class Machines(_Model):
         found = (pair for pair in self.links.pairs if set(pair.nodes) == {one, other})
         return next(found, self.links.between)
 
+    def _between_is_used(self) -> bool:
+        """Whether there are two nodes whose link no entry of `pairs` gives."""
+        nodes = {device.node for device in self.devices()}
+        given = {frozenset(pair.nodes) for pair in self.links.pairs}
+        return any(frozenset((one, other)) not in given for one in nodes for other in nodes - {one})
+
     def kv_rate(self, link: Link) -> float:
         """Bytes of KV a second on the wire."""
         return (link.kv_gbit_s or link.gbit_s * self.assume.kv_share) * 1e9 / 8
@@ -185,7 +191,7 @@ class Machines(_Model):
         for kind in ("inside", "between"):
             link: Link = getattr(self.links, kind)
             if kind not in self.links.model_fields_set:
-                if kind == "between" and len({device.node for device in self.devices()}) < 2:
+                if kind == "between" and not self._between_is_used():
                     continue
                 yield f"links.{kind}: {link.gbit_s:g} Gbit/s, {link.latency_us:g} us; measure it"
             elif "latency_us" not in link.model_fields_set:

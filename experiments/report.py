@@ -12,7 +12,7 @@ from typing import Any, Final
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from experiments import bars, kv_plot
+from experiments import bars, kv_plot, placement, probe_map
 from experiments.bars import Bar
 from experiments.compare import Finding, finding, of_median, series
 from experiments.results import ResultError, Run, check
@@ -76,7 +76,21 @@ def verdict(runs: Sequence[Run]) -> list[Line]:
             lines += [replace(line, figures=which + line.figures) for line in said(run)]
         if not of:
             lines.append(Line(question, NOT_MEASURED, f"make {kind} measures it."))
+    for run in runs:
+        if run.kind == placement.KIND:
+            lines.append(_placement_line(run))
     return lines
+
+
+def _placement_line(run: Run) -> Line:
+    told = run.results["conclusions"]
+    names = ", ".join(one["claim"].partition(" (here")[0] for one in told if not one["holds"])
+    not_so = f"Not so here: {names}." if names else ""
+    model, limit = run.results["model_bytes"] / 1e6, run.parameters["gbit_s"]
+    links = "links without a limit" if limit is None else f"links of {limit:g} Gbit/s"
+    answer = f"{sum(one['holds'] for one in told)} of {len(told)} conclusions hold"
+    question = "Does moving a model by Ray's store and by S3 behave as published?"
+    return Line(question, answer, f"{model:.0f} MB, {links}. {not_so}".strip())
 
 
 def _serve_lines(run: Run) -> list[Line]:
@@ -193,10 +207,21 @@ def _beside(run: Run, wanted: Mapping[str, Any] | None) -> list[str]:
     for row in map(_derived, run.results["rows"]):
         if all(row[name] == value for name, value in wanted["where"].items()):
             value = row[wanted["field"]]
-            where = row["link"] if "link" in row else f"{row['prompt_tokens']} tokens"
+            where = _where(row)
             if value is not None:
                 found.append(f"{where}: {_short(value)} {wanted['unit']}".rstrip())
     return found
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    """What tells a row from the others that stand beside the same published figure."""
+    if "link" in row:
+        return str(row["link"])
+    if "loaders" in row:
+        return f"{len(row['loaders'])} loader{'s' if len(row['loaders']) > 1 else ''}"
+    if "source" in row:
+        return f"{row['source']} > {row['target']}" if row["target"] else str(row["source"])
+    return f"{row['prompt_tokens']} tokens"
 
 
 def _short(value: float) -> str:
@@ -207,6 +232,10 @@ def _derived(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with the units that the reports use."""
     if "tpot_ms_p50" in row:
         return {**row, "tokens_s": 1e3 / row["tpot_ms_p50"]}
+    if "loaders" in row:
+        return {**row, "name": row["case"].rpartition(" x")[0]}
+    if "source" in row:
+        return dict(row)
     percent = None if row["ratio"] is None else 100 * row["ratio"]
     return {**row, "ms": row["mbytes"] * MB * 8 / row["gbit_s_p50"] / 1e6, "ratio_percent": percent}
 
@@ -370,9 +399,69 @@ def _demo_parts(run: Run) -> Parts:
     ]
 
 
+def _probe_parts(run: Run) -> Parts:
+    cells = [
+        [
+            row["row"],
+            *(f"{row[name]:.3g}" for name in ("p50", "low", "high")),
+            probe_map.SHOWN[row["unit"]],
+            row["how"] or "",
+        ]
+        for row in run.results["rows"]
+    ]
+    notes = [
+        f"not measured: {one['what']}, {one['where']}: {one['reason']}" for one in run.results["not_measured"]
+    ]
+    columns = ("what, where", "median", "lowest", "highest", "unit", "way")
+    plots = [("Between nodes: a row for each source", Markup(probe_map.heat_map(run)))]
+    return [Table("What the links and the nodes can do", columns, cells, notes)], plots
+
+
+def _placement_parts(run: Run) -> Parts:
+    cells, drawn = [], []
+    for row in run.results["rows"]:
+        by = ", ".join(f"{name}: {value:.2f}" for name, value in row["by_machine_s_p50"].items())
+        figures = [f"{row['seconds_p50']:.2f} s", f"{row['slowest_s_p50']:.2f} s", by]
+        cells.append([row["case"], " ".join(row["loaders"]), *figures, row["published_s"] or "–"])
+        drawn.append(
+            Bar(row["case"], row["seconds_p50"], f"{row['seconds_p50']:.2f}", int(row["medium"] == "s3"))
+        )
+    notes = [
+        f"{'Holds' if one['holds'] else 'Does not hold'}: {one['claim']}: {one['figures']}."
+        + (f" Why: {one['why']}." if one["why"] else "")
+        for one in run.results["conclusions"]
+    ]
+    notes += [f"not measured: {one['case']}: {one['reason']}" for one in run.results["not_measured"]]
+    columns = ("case", "loaders in pods", "median", "slowest", "by machine, s", "published (564 MB), s")
+    title = f"{run.results['model_bytes'] / 1e6:.0f} MB into every loader's own memory"
+    plot = Markup(bars.draw(drawn, title))
+    return [Table(title, columns, cells, notes)], [("Seconds by case; grey: S3", plot)]
+
+
+def _plan_parts(run: Run) -> Parts:
+    cells = [
+        [
+            one["layout"],
+            f"{one['ttft_s']:.3f}",
+            f"{one['tpot_s'] * 1e3:.1f}",
+            f"{one['latency_s']:.2f}",
+            f"{one['tokens_s']:.1f}",
+            one["largest_part"],
+        ]
+        for one in run.results["ranked"]
+    ]
+    notes = [f"{one['name']} is rejected: {one['reason']}" for one in run.results["rejected"]]
+    notes += [f"assumed: {line}" for line in run.results["assumptions"]]
+    columns = ("layout", "TTFT s", "TPOT ms", "latency s", "tokens/s", "largest part of TTFT")
+    return [Table(f"Layouts, best {run.results['goal']} first (predicted)", columns, cells, notes)], []
+
+
 _PARTS: Final = {
     "bench-serve": _serve_parts,
     "bench-kv": _kv_parts,
     "bench-goodput": _goodput_parts,
     "demo": _demo_parts,
+    "probe": _probe_parts,
+    "placement": _placement_parts,
+    "plan": _plan_parts,
 }

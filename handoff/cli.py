@@ -31,6 +31,7 @@ from handoff import (
     model,
     nodes,
     plan,
+    probe,
     render,
     report,
     serve,
@@ -47,7 +48,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS: Final = (demo, nodes, status, render, serve, trace, chaos, plan, compare, doctor, report)
+_COMMANDS: Final = (demo, nodes, status, render, serve, trace, chaos, probe, plan, compare, doctor, report)
 _GROUPS: Final = {"model": model, "bench": bench}
 
 

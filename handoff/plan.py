@@ -14,6 +14,7 @@ from experiments import plan_file
 from experiments.plan import Load, Plan, Prediction
 from experiments.plan import plan as planned
 from experiments.plan_machines import load as load_machines
+from experiments.plan_map import with_map
 from experiments.plan_model import PlanError, read
 from handoff import console
 
@@ -38,6 +39,12 @@ def plan(
     weights: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Bytes of the weight files, such as 215GB.")
     ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--map", metavar="MAP", help="What `handoff probe` found: its rates replace the links'."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write a cluster file for the first layout here.")] = None,
     layout: Annotated[str | None, typer.Option(help="Write the cluster file for this one instead.")] = None,
@@ -52,9 +59,13 @@ def plan(
 
         handoff plan ./llama --cluster machines.yaml --prompt 16384 --output 64 --goal ttft
 
+        handoff plan ./llama --cluster machines.yaml --map results/probe.json
+
         handoff plan ./llama --cluster machines.yaml --layout split-1p1d --out cluster.yaml
     """
     shape, machines = read(model), load_machines(cluster)
+    if measured is not None:
+        machines = with_map(machines, measured)
     if weights is not None:
         try:
             shape = shape.weighing(parse(weights))
@@ -67,6 +78,8 @@ def plan(
         console.out.print_json(json.dumps(as_data(result)))
     else:
         _show(result)
+        if measured is not None:
+            console.out.print(f"\nLinks between nodes are those of {measured}, where it has them.")
     if layout is not None and out is None:
         raise PlanError(f"--layout is {layout!r}, and there is no --out; give the path of the cluster file")
     if out is not None:
