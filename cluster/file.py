@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from cluster.aws import Aws
 from cluster.consistent import mistakes
 from cluster.errors import ClusterFileError
 from cluster.explain import explain, listed
@@ -290,8 +291,8 @@ class ClusterFile(_Model):
     s3: the bucket that they go through when no direct way works; none unless set.
     tls: certificates to encrypt KV with: it goes directly (tcp) then, or through the bucket, not through Ray.
     router: how requests are routed. slo: objectives, beyond which requests are refused; none unless set.
-    hosts: the machines of the nodes, for `ray up`. kubernetes: what is needed where the nodes are pods.
-    links: what links to emulate between nodes on this machine.
+    hosts: the machines of the nodes, for `ray up`. aws: what it rents them with. kubernetes: what is needed
+    where the nodes are pods. links: what links to emulate between nodes on this machine.
     """
 
     name: Name = "handoff"
@@ -302,6 +303,7 @@ class ClusterFile(_Model):
     s3: S3 | None = None
     tls: Tls | None = None
     hosts: Hosts | None = None
+    aws: Aws | None = None
     kubernetes: Kubernetes | None = None
     links: Links | None = None
     recompute: Recompute = Recompute()
@@ -376,6 +378,24 @@ class ClusterFile(_Model):
                 raise ValueError(
                     f"hosts: {address} is there twice; a machine takes one node, which may have more slots"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _aws_knows_the_nodes(self) -> Self:
+        if self.aws is None:
+            return self
+        if self.hosts is not None:
+            raise ValueError("aws: rents machines, and `hosts` names some that are there; leave one out")
+        names = {HEAD, *self.nodes, *(node.name for node in self.each_node())}
+        for name in self.aws.instances:
+            if name not in names:
+                raise ValueError(
+                    f"aws.instances.{name}: there is no such group or node in this file; "
+                    f"valid: {', '.join(sorted(names))}"
+                )
+        for name, group in ((HEAD, HEAD), *((node.name, node.group) for node in self.each_node())):
+            if not {name, group} & self.aws.instances.keys():
+                raise ValueError(f"aws.instances.{group}: is missing: the type of machine of {name}")
         return self
 
     @model_validator(mode="after")

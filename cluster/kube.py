@@ -130,8 +130,11 @@ def unexpressed(file: ClusterFile) -> list[str]:
         told.append("tls: mount its files in every pod, at the same paths (a patch of yours)")
     if file.links is not None:
         told.append("links: are emulated on one machine, and left out")
-    if file.hosts is not None:
-        told.append("hosts: is for `ray up` and left out")
+    told += [
+        f"{section}: is for `ray up` and left out"
+        for section in ("hosts", "aws")
+        if getattr(file, section) is not None
+    ]
     if file.kubernetes is not None and file.kubernetes.volume is None and file.model.startswith("/"):
         told.append(f"kubernetes.volume: is missing, so the image has to have the model at {file.model}")
     return told
@@ -183,7 +186,7 @@ def _serve_config(file: ClusterFile) -> Manifest:
 
 def _content(file: ClusterFile) -> Manifest:
     """What of the file the pods are told."""
-    content = file.model_dump(mode="json", exclude_defaults=True, exclude={"hosts", "kubernetes"})
+    content = file.model_dump(mode="json", exclude_defaults=True, exclude={"hosts", "aws", "kubernetes"})
     gateway = {**content.get("gateway", {}), "host": "0.0.0.0", "port": file.gateway.port}
     gateway.pop("api_keys_file", None)
     return {**content, "gateway": gateway}

@@ -41,6 +41,12 @@ def obstacles(file: ClusterFile) -> Iterator[str]:
             f"use `handoff render`, or leave `hosts` out to have all nodes on this machine"
         )
         return
+    if file.aws is not None:
+        yield (
+            f"aws: the nodes of this file are machines that `ray up` rents (in {file.aws.region}); use "
+            f"`handoff render`, or leave `aws` out to have all nodes on this machine"
+        )
+        return
     if importlib.util.find_spec("vllm") is None:
         yield "engine: vLLM is not installed in this Python; install it: pip install 'handoff[cpu]' or [cuda]"
     if file.transport == "nixl" and importlib.util.find_spec("nixl") is None:
@@ -159,12 +165,14 @@ def _shared_memory(file: ClusterFile) -> Iterator[str]:
 
 def hosts_notes(file: ClusterFile, token: Path) -> Iterator[str]:
     """What `ray up` will look for on the machine that it runs on, and is not on this one."""
-    if file.hosts is None:
+    machines = file.hosts or file.aws
+    if machines is None:
         return
     if not token.is_file() or not token.read_text("utf-8").strip():
         yield (
             f"{token} is not here, or empty: it holds the cluster's token, and `ray up` copies it to every "
             f"machine; make it: ray get-auth-token --generate"
         )
-    if not Path(file.hosts.ssh_key).expanduser().is_file():
-        yield f"hosts.ssh_key: {file.hosts.ssh_key} is not here; `ray up` needs it to get into the machines"
+    if not Path(machines.ssh_key).expanduser().is_file():
+        where = "aws" if file.hosts is None else "hosts"
+        yield f"{where}.ssh_key: {machines.ssh_key} is not here; `ray up` needs it to get into the machines"

@@ -5,32 +5,29 @@ brings follows from its address, so the command looks up the machine's own.
 """
 
 import json
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from cluster.aws_up import aws_up
 from cluster.errors import ClusterFileError
 from cluster.file import ClusterFile, Hosts, Node
-from cluster.launch import NODE_NAME, RAY_ENVIRONMENT, gateway_units, head_offer, offer
+from cluster.launch import gateway_units, head_offer, offer
 from cluster.names import HEAD
+from cluster.ray_start import TOKEN, start
 
-ENVIRONMENT: Final = {
-    **RAY_ENVIRONMENT,
-    # The second version of Ray's autoscaler does not start the machines of this provider.
-    "RAY_enable_autoscaler_v2": "0",
-}
-TOKEN: Final = "~/.ray/auth_token"
-"""Where Ray looks for its token unless it is told otherwise; `ray up` copies it to every machine."""
-HOSTS_TOKEN: Final = Path(TOKEN).expanduser()
+FIRST_AUTOSCALER: Final = {"RAY_enable_autoscaler_v2": "0"}
+"""The second version of Ray's autoscaler does not start the machines of this provider."""
 
 
 def ray_up(file: ClusterFile) -> dict[str, Any]:
-    """What `ray up` reads. Raises ClusterFileError for a file without `hosts`."""
+    """What `ray up` reads. Raises ClusterFileError for a file with neither `hosts` nor `aws`."""
+    if file.aws is not None:
+        return aws_up(file, file.aws)
     if file.hosts is None:
         raise ClusterFileError(
             "hosts: is missing, and `ray up` needs the machines: head, nodes (an address for each of "
-            f"{', '.join(node.name for node in file.each_node())}) and ssh_user"
+            f"{', '.join(node.name for node in file.each_node())}) and ssh_user; or, for machines that are "
+            f"rented, the section `aws`"
         )
     hosts = file.hosts
     workers = [node for node in file.each_node() if node.name != hosts.head]
@@ -72,25 +69,7 @@ def _start_worker(file: ClusterFile, hosts: Hosts, workers: list[Node]) -> str:
 
 
 def _start(hosts: Hosts, name: str, address: str, argv: tuple[str, ...]) -> str:
-    common = (
-        f"--node-name={name}",
-        f"--node-ip-address={address}",
-        "--include-log-monitor=false",  # it would outlive `ray down`
-        "--disable-usage-stats",
-        "--log-style=record",
-    )
-    words = " ".join(_word(word) for word in (*argv, *common))
-    return f"export {' '.join(_environment(hosts, name))}; ulimit -n 65536; ray start {words}"
-
-
-def _word(word: str) -> str:
-    """A word for the shell, in which a path's ~ is still the home of whoever runs it."""
-    return word if word.partition("=")[2].startswith("~/") else shlex.quote(word)
-
-
-def _environment(hosts: Hosts, name: str) -> Iterator[str]:
-    for key, value in {**ENVIRONMENT, NODE_NAME: name, **hosts.env}.items():
-        yield f"{key}={shlex.quote(value)}"
+    return start(name, argv, {**FIRST_AUTOSCALER, **hosts.env}, address)
 
 
 def shown(file: ClusterFile, path: Path) -> str:

@@ -13,7 +13,7 @@ from cluster.errors import NotRunningError
 from cluster.file import ClusterFile
 from cluster.local import LocalCluster, held, running
 from cluster.nodes import wait_for_nodes
-from cluster.ray_up import HOSTS_TOKEN
+from cluster.ray_start import HOSTS_TOKEN
 from deployments import store
 from deployments.app import Serving, serving, start, update
 from deployments.place import Progress
@@ -24,8 +24,8 @@ def replace_gateways(file: ClusterFile, progress: Progress) -> None:
 
     Raises ``NotRunningError`` if no cluster of that name runs here.
     """
-    if file.hosts is not None:
-        join(f"{file.hosts.head_address}:{file.hosts.port}", HOSTS_TOKEN)
+    if (address := _machines(file)) is not None:
+        join(address, HOSTS_TOKEN)
     elif (cluster := running(file.name)) is not None:
         connect(cluster)
     else:
@@ -49,17 +49,19 @@ def start_serving(cluster: LocalCluster, file: ClusterFile, progress: Progress) 
 def served(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
     """Serve a cluster file until the block ends; takes down what it brought up, also on an error.
 
-    A file with `hosts` is served on the cluster that `ray up` has made, from a machine of that cluster.
+    A file with `hosts` is served on the cluster that `ray up` has made, from a machine of that cluster; one
+    with `aws`, from its head.
     """
     with contextlib.ExitStack() as stack:
-        if file.hosts is not None:
+        if (address := _machines(file)) is not None:
             if not HOSTS_TOKEN.is_file():
+                section = "aws" if file.hosts is None else "hosts"
                 raise NotRunningError(
-                    f"hosts: {HOSTS_TOKEN} is not here, which holds the cluster's token; serve from a "
+                    f"{section}: {HOSTS_TOKEN} is not here, which holds the cluster's token; serve from a "
                     f"machine of the cluster, which `ray up` copies it to: ray exec FILE 'handoff serve ...'"
                 )
             store.require(file)
-            join(f"{file.hosts.head_address}:{file.hosts.port}", HOSTS_TOKEN)
+            join(address, HOSTS_TOKEN)
             stack.callback(ray.shutdown)
             wait_for_nodes(file, progress)
         else:
@@ -69,3 +71,10 @@ def served(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
             connect(cluster or stack.enter_context(held(file, progress)))
             stack.callback(ray.shutdown)
         yield stack.enter_context(serving(file, progress))
+
+
+def _machines(file: ClusterFile) -> str | None:
+    """Address of the cluster that `ray up` has made of machines, of which this is one; None: all are here."""
+    if file.hosts is not None:
+        return f"{file.hosts.head_address}:{file.hosts.port}"
+    return "auto" if file.aws is not None else None

@@ -93,7 +93,7 @@ def _gathered(file: "ClusterFile | None", address: str | None) -> tuple[str, "li
     """What was examined, in words; facts; what was found before they were judged."""
     from cluster.findings import Finding
     from cluster.network import accepts
-    from cluster.ray_up import HOSTS_TOKEN
+    from cluster.ray_start import HOSTS_TOKEN
     from cluster.running import clusters, running
     from experiments import doctor
 

@@ -47,6 +47,13 @@ def _instead(file: ClusterFile, path: Path, command: Command) -> str:
             f"`hosts` names machines that `ray up` made: ray exec RAY_FILE 'ray status' ({made}) shows "
             f"nodes, and workers are at http://{head}:{file.gateway.port}/handoff/workers while it serves"
         )
+    if file.aws is not None:
+        if command == "down":
+            return "`aws` has machines that `ray up` rents: end them with: ray down RAY_FILE"
+        return (
+            f"`aws` has machines that `ray up` rents: ray exec RAY_FILE 'ray status' shows nodes, and "
+            f"ray exec RAY_FILE 'curl -s localhost:{file.gateway.port}/handoff/workers' shows workers"
+        )
     if file.kubernetes is None:
         return ""
     space = f" --namespace {file.kubernetes.namespace}" if file.kubernetes.namespace else ""

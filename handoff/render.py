@@ -18,7 +18,7 @@ def render(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The cluster file.")],
     to: Annotated[
         Literal["ray-up", "kustomize"],
-        typer.Option(help="ray-up: machines that are reached by ssh. kustomize: pods, by KubeRay."),
+        typer.Option(help="ray-up: machines, yours or Amazon's. kustomize: pods, by KubeRay."),
     ] = "ray-up",
     out: Annotated[
         Path | None,
@@ -29,7 +29,8 @@ def render(
 ) -> None:
     """Turn a cluster file into one that `ray up` reads, or into manifests for Kubernetes with KubeRay.
 
-    The file needs a `hosts` section for the first, a `kubernetes` section for the second.
+    The file needs a `hosts` section (machines that are there) or an `aws` section (machines that `ray up`
+    rents) for the first, a `kubernetes` section for the second.
 
     Examples:
 
@@ -45,7 +46,8 @@ def render(
         _kustomize(load(path), path, out)
         return
     from cluster.preflight import hosts_notes
-    from cluster.ray_up import HOSTS_TOKEN, shown
+    from cluster.ray_start import HOSTS_TOKEN
+    from cluster.ray_up import shown
 
     file = load(path)
     text = shown(file, path)

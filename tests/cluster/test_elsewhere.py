@@ -12,6 +12,11 @@ model: org/model
 nodes: {a: {role: both, slots: 2, cpus: 2}}
 """
 HOSTS = "hosts: {head: a-0, ssh_user: me, nodes: {a-0: 10.0.0.7}}\n"
+AWS = """\
+aws: {region: r, availability_zone: ra, instances: {head: m, a: m}, image: ami-01234567,
+  subnet: subnet-01234567,
+  security_group: sg-01234567, key_name: k, instance_profile: "arn:aws:iam::123456789012:instance-profile/x"}
+"""
 PODS = "kubernetes: {image: 'registry/handoff:1', namespace: models}\n"
 
 
@@ -31,6 +36,8 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
     [
         (HOSTS, "status", ["ray exec RAY_FILE 'ray status'", "http://10.0.0.7:8000/handoff/workers"]),
         (HOSTS, "down", ["ray down RAY_FILE", "handoff render"]),
+        (AWS, "status", ["ray exec RAY_FILE 'ray status'", "localhost:8000/handoff/workers"]),
+        (AWS, "down", ["ray down RAY_FILE"]),
         (PODS, "status", ["kubectl get --namespace models rayservice/far", "far-serve-svc"]),
         (PODS, "down", ["kubectl delete -k FOLDER/overlays/OVERLAY", "--to kustomize --out FOLDER"]),
         ("", "status", ["no cluster called 'far' runs here", "ray exec", "kubectl get"]),

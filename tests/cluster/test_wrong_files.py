@@ -500,7 +500,7 @@ def test_credentials_may_come_from_elsewhere(place: Place) -> None:
 
 def test_render_notes_what_ray_up_will_miss(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     place.text += HOSTS
-    place.patch.setattr("cluster.ray_up.HOSTS_TOKEN", place.folder / "token")
+    place.patch.setattr("cluster.ray_start.HOSTS_TOKEN", place.folder / "token")
     place.patch.setattr("sys.argv", ["handoff", "render", str(place.write())])
     with pytest.raises(SystemExit) as ended:
         cli.main()
