@@ -44,7 +44,7 @@ bench-serve: setup ## Time to first token and per token, against plain vLLM, int
 bench-kv: setup ## KV from cache to cache over every transport, against the link: results/bench-kv.json (root: cross-node too)
 	$(BIN)/handoff bench kv $(ARGS)
 
-bench-goodput: setup ## Router modes under open-loop load, simulated and fake engines: results/bench-goodput.json
+bench-goodput: setup ## Router modes under open-loop load, fake engines, 20 minutes: results/bench-goodput.json (ARGS=--resume)
 	$(BIN)/handoff bench goodput $(ARGS)
 
 report: setup ## One page of the runs in results/, verdict first: results/report.html

@@ -33,6 +33,8 @@ from deployments.router import (
 )
 
 KEPT_WEIGHT: Final = 0.2
+LATE: Final = 0.1
+"""A request that is behind its objective by this share of it is late whatever is done."""
 LEAST_KEPT: Final = 0.1
 FIXED_S: Final = 0.01
 """What a handover is taken to cost beside its bytes until some have been seen."""
@@ -53,9 +55,17 @@ class _Job:
     seconds: float
     context: float
     need: float
+    output: float
+    tpot_s: float | None
     predicted: Prediction | None
     waits: bool = True
     """Its prompt is not computed yet."""
+    ahead: float = 0.0
+    """Of all seconds of prompts ever sent to where it decodes, those before it."""
+    made: int = 0
+    """Tokens of its answer that have come."""
+    first_at: float = 0.0
+    """When the first did."""
 
 
 class _Seen:
@@ -65,20 +75,44 @@ class _Seen:
         self.info, self.alive = info, True
         self.report: LoadReport | None = None
         self.tokens, self.seconds, self.context, self.need = 0.0, 0.0, 0.0, 0.0
-        self.writes = 0.0
-        """Tokens of prompts and answers of those that decode here."""
         self.waiting = self.running = 0
         self.starting = 0
         """Of those that decode here, how many have no first token yet."""
         self.share, self.at, self.busy_since = 0.0, 0.0, 0.0
         self.kept = 1.0
         """Of what it was expected to have cached, how much it had."""
+        self.sent = 0.0
+        """Seconds of all prompts ever sent here."""
+        self.writers: dict[str, _Job] = {}
+        """Those that decode here or will, and have an objective of the time per token."""
 
     @property
     def step(self) -> StepModel:
         return self.report.step if self.report is not None else PRIOR
 
-    def state(self) -> WorkerState:
+    def slack_s(self, now: float, step_s: float) -> float:
+        """Return how long prompts may keep this worker from decoding until a request misses its objective.
+
+        Prompts that wait here delay all that decodes already; a request that waits itself, only those that
+        came after it. One that is late anyway does not count.
+        """
+        waiting = max(0.0, self.seconds - max(0.0, now - self.busy_since)) if self.waiting else 0.0
+        chunk_s = self.step.prefill_s(self.info.chunk, 0)
+        least = math.inf
+        for job in self.writers.values():
+            assert job.tpot_s is not None
+            left, ends, delay = job.output - 1, job.tpot_s * (job.output - 1), waiting
+            if job.made:
+                left, ends = max(1.0, job.output - job.made), job.first_at + ends - now
+            else:
+                delay = min(waiting, self.sent - job.ahead)
+            # Each of its steps computes a chunk of prompts at most.
+            slack, most = ends - left * step_s, left * chunk_s
+            if slack < most and delay < most and -LATE * job.tpot_s * job.output < slack - delay < least:
+                least = slack - delay
+        return max(0.0, least)
+
+    def state(self, now: float) -> WorkerState:
         """Return what the router is told."""
         info, other = self.info, self.report.others if self.report is not None else None
         tokens, running, context = (other.tokens, other.running, other.context) if other else (0, 0, 0)
@@ -91,7 +125,6 @@ class _Seen:
             decoding=self.running - self.starting + running,
             running=self.running + running,
             context=self.context + context,
-            length=max(2.0, 2 * (self.writes - self.context) / self.running) if self.running else 2.0,
             free_tokens=info.kv_blocks * info.layout.block_size - self.need - context - tokens,
             slots=info.slots,
             chunk=info.chunk,
@@ -99,6 +132,7 @@ class _Seen:
             busy_since=self.busy_since,
             at=self.at,
             step=self.step,
+            slack_s=self.slack_s(now, self.step.decode_s(self.running + 1, self.context)),
         )
 
 
@@ -140,7 +174,7 @@ class Fleet:
         self._index[info.name] = len(self._seen)
         self._stale.add(len(self._seen))
         self._seen.append(_Seen(info))
-        self._states.append(self._seen[-1].state())
+        self._states.append(self._seen[-1].state(self._clock()))
         self._table = np.concatenate([self._table, np.zeros((COLUMNS, 1))], axis=1)
         layout = info.layout
         self.block = max(self.block, layout.block_size)
@@ -189,7 +223,7 @@ class Fleet:
     def describe(self, name: str) -> dict[str, object]:
         """Return what is known of a worker, for people; the first two are this gateway's own requests."""
         seen = self._seen[self._index[name]]
-        state = seen.state()
+        state = seen.state(self._clock())
         return {
             "prefill_tokens": round(seen.tokens),
             "running": seen.running,
@@ -210,8 +244,9 @@ class Fleet:
     def snapshot(self) -> Snapshot:
         """Return the workers as they are now. Costs what has changed since the last one."""
         self._forget_old()
+        now = self._clock()
         for index in self._stale:
-            state = self._states[index] = self._seen[index].state()
+            state = self._states[index] = self._seen[index].state(now)
             self._table[:, index] = state.row()
         self._stale.clear()
         few = len(self._states) <= EXACT
@@ -222,7 +257,7 @@ class Fleet:
             link=self._link(),
             kv_bytes=self.kv_bytes,
             overhead_s=self.overhead.value,
-            now=self._clock(),
+            now=now,
         )
 
     def placed(self, key: str, route: Route, ask: Ask, blocks: list[int]) -> None:
@@ -240,6 +275,8 @@ class Fleet:
             there.step.prefill_s(tokens, cached),
             ask.prompt + ask.output / 2,
             ask.prompt + ask.output,
+            ask.output,
+            ask.slo.tpot_s,
             route.predicted,
         )
         if not there.waiting:
@@ -255,7 +292,10 @@ class Fleet:
         writer.starting += 1
         writer.context += job.context
         writer.need += job.need
-        writer.writes += job.need
+        there.sent += job.seconds
+        job.ahead = writer.sent
+        if job.tpot_s is not None and ask.output > 1:
+            writer.writers[key] = job
         if decode != prefill:
             there.need += ask.prompt
         self.prefixes.add(blocks, prefill)
@@ -275,6 +315,13 @@ class Fleet:
             had = min(1.0, tokens / job.cached)
             there.kept = max(LEAST_KEPT, there.kept + KEPT_WEIGHT * (had - there.kept))
 
+    def passed(self, key: str, tokens: int) -> None:
+        """Tokens of a request's answer have come."""
+        if (job := self._jobs.get(key)) is not None:
+            if not job.made:
+                job.first_at = self._clock()
+            job.made += tokens
+
     def took(self, key: str, ttft_s: float) -> None:
         """A request's first token has come, so long after it was sent."""
         if (job := self._jobs.get(key)) is not None and job.predicted is not None:
@@ -290,7 +337,9 @@ class Fleet:
         link = self._links.get(pair, self._link())
         parts = job.predicted.parts
         own = self._fixed.setdefault(pair, Quantile(0.5, self.fixed.value, 0.0, 2.0))
-        beside = gap_s - (parts["handover"] - link.fixed_s) - self._seen[job.decode].state().step_s
+        beside = (
+            gap_s - (parts["handover"] - link.fixed_s) - self._seen[job.decode].state(self._clock()).step_s
+        )
         own.saw(beside)
         self.fixed.saw(beside)
         self._links[pair] = replace(link, fixed_s=own.value)
@@ -304,10 +353,10 @@ class Fleet:
         if job.waits:
             self._end_prefill(job)
         writer = self._seen[job.decode]
+        writer.writers.pop(key, None)
         writer.running -= 1
         writer.context -= job.context
         writer.need -= job.need
-        writer.writes -= job.need
         self._stale.add(job.decode)
 
     def _end_prefill(self, job: _Job) -> None:

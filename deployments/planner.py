@@ -26,8 +26,9 @@ OUTPUT: Final = 128.0
 MOST_MARGIN: Final = 2.0
 TELLING_TOKENS: Final = 16
 """Shorter answers say little of the time per token: one step of another's prompt is most of it."""
-TELLING: Final = 0.25
-"""Predictions above this share of an objective tell how far they are to be trusted near it."""
+TELLING: Final = 0.67
+"""Predictions above this share of what is let in tell how far they are to be trusted there. Lower ones are
+mostly exceeded, and higher ones not reached, because load changes: that is no error of the prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +110,22 @@ class Planner:
             NoWorker: none is alive.
 
         """
-        ask, blocks = self.fleet.known(
-            self._ask(request, chosen, must_divide, slo),
-            request.prompt_token_ids or [],
-            request.cache_salt or "",
+        ask = self._ask(request, chosen, must_divide, slo)
+        return self.decide(ask, request.prompt_token_ids or [], request.cache_salt or "", policy)
+
+    def decide(self, ask: Ask, tokens: list[int], salt: str = "", policy: Policy | None = None) -> Plan:
+        """Decide where what is asked goes, with its objectives tightened by what predictions are off by.
+
+        Raises:
+            NoWorker: none is alive.
+
+        """
+        ttft, tpot = (margin.value for margin in self._margins)
+        slo = Slo(
+            None if ask.slo.ttft_s is None else ask.slo.ttft_s / ttft,
+            None if ask.slo.tpot_s is None else ask.slo.tpot_s / tpot,
         )
+        ask, blocks = self.fleet.known(replace(ask, slo=slo), tokens, salt)
         snapshot = self.fleet.snapshot()
         usual: Policy = "always" if self.routing.shadow else self.routing.policy
         taken = route(snapshot, ask, policy or usual)
@@ -134,8 +146,9 @@ class Planner:
             )  # until half of what decodes has ended
         ADMISSION.inc()
         raise Unmeetable(
-            f"the objectives cannot be met now: predicted {predicted.ttft_s * 1e3:.0f} ms to the first token "
-            f"and {predicted.tpot_s * 1e3:.1f} ms per token; try again in {max(1.0, wait_s):.0f} s",
+            "the objectives cannot be met now, here or for requests that are being served: predicted "
+            f"{predicted.ttft_s * 1e3:.0f} ms to the first token, {predicted.tpot_s * 1e3:.1f} ms per token; "
+            f"try again in {max(1.0, wait_s):.0f} s",
             max(1.0, wait_s),
         )
 
@@ -158,6 +171,7 @@ class Planner:
         if (trip := self._trips.get(key)) is None or not tokens:
             return
         now, trip.tokens = self._clock(), trip.tokens + tokens
+        self.fleet.passed(key, tokens)
         if trip.first_at is None:
             trip.first_at = now
             self._observe(0, now - trip.sent_at, trip)
@@ -199,11 +213,7 @@ class Planner:
             why=chosen.reason,
             one_token=params.max_tokens == 1 and not split.seeded(params),
             must_divide=must_divide,
-            slo=replace(
-                slo,
-                ttft_s=None if slo.ttft_s is None else slo.ttft_s / self._margins[0].value,
-                tpot_s=None if slo.tpot_s is None else slo.tpot_s / self._margins[1].value,
-            ),
+            slo=slo,
         )
 
 

@@ -38,6 +38,10 @@ LATE_COST: Final = 20.0
 """... by this factor."""
 MISSED: Final = 5.0
 """What missing an objective costs, in shares of it."""
+SPENT: Final = 2.0
+"""What using up all the delay that a worker's requests can bear costs, in shares of an objective."""
+SURE: Final = 0.9
+"""Of that delay, and of an objective of the time per token, as much may be used: both are predicted."""
 FULL: Final = 1e3
 """Stands in a bound for having no room."""
 GAIN: Final = 0.05
@@ -81,7 +85,6 @@ class WorkerState:
         decoding: sequences that decode now.
         running: sequences that decode there now or will, all that were sent there and have not ended.
         context: tokens in the context of those.
-        length: tokens of their answers, on average.
         free_tokens: room in its KV cache, beyond what those that were sent there will need.
         slots: sequences that its scheduler runs at once.
         chunk: tokens that a step computes at most.
@@ -89,6 +92,7 @@ class WorkerState:
         busy_since: when it began to compute the first of the prompts that wait.
         at: when this was written, on the snapshot's clock.
         step: what its steps take.
+        slack_s: for how long prompts may keep it from decoding until a request there misses its objective.
 
     """
 
@@ -100,7 +104,6 @@ class WorkerState:
     decoding: int = 0
     running: int = 0
     context: float = 0.0
-    length: float = 100.0
     free_tokens: float = 1e9
     slots: int = 256
     chunk: int = 2048
@@ -108,6 +111,7 @@ class WorkerState:
     busy_since: float = 0.0
     at: float = 0.0
     step: StepModel = PRIOR
+    slack_s: float = math.inf
 
     @property
     def step_s(self) -> float:
@@ -281,13 +285,14 @@ def route(snapshot: Snapshot, ask: Ask, policy: Policy = "adaptive") -> Route:
     if policy == "always" or ask.must_divide:
         return costs.told(pair, "always", ask.why)
     single = min(map(costs.alone, alone), key=_rank)
-    if _rank(single) <= (pair.full, pair.cost * (1 + GAIN)):
+    if _rank(single) <= _rank(pair, 1 + GAIN):
         return costs.told(single, "undivided is faster", costs.compared(single, pair))
     return costs.told(pair, "handover is faster", costs.compared(pair, single))
 
 
-def _rank(way: _Way) -> tuple[bool, float]:
-    return way.full, way.cost
+def _rank(way: _Way, cost: float = 1.0) -> tuple[bool, bool, float]:
+    """What room and the objectives allow comes first, then what costs least; ``cost`` is a factor."""
+    return way.full, not way.meets, way.cost * cost
 
 
 # -- which workers are looked at ----------------------------------------------------------------------
@@ -354,13 +359,15 @@ class _Write(NamedTuple):
 
     Attributes:
         room: seconds until there is room.
-        tpot: seconds per token.
+        step: seconds per token where no prompt comes between.
+        tpot: seconds per token, with as many prompts as of late.
         crowd: seconds by which it makes others' answers longer.
         risk: how probably prompts that are computed meanwhile make it miss its objective.
 
     """
 
     room: float
+    step: float
     tpot: float
     crowd: float
     risk: float = 0.0
@@ -382,12 +389,12 @@ class _Costs:
     def alone(self, index: int) -> _Way:
         """Return the way of running all of it on one worker."""
         fill = self._fill(index)
-        write = _Write(0.0, 0.0, 0.0) if self._ask.one_token else self._write(index)
+        write = _Write(0.0, 0.0, 0.0, 0.0) if self._ask.one_token else self._write(index)
         ttft = self._of.overhead_s + fill.queue + write.room + fill.own
         if self._ask.slo.tpot_s is not None:
             # Prompts that come while it waits are computed when it writes.
             worker = self._of.workers[index]
-            risk = self._risk(worker, worker.step_s, self._length, 0.0, fill.queue + fill.own)
+            risk = self._risk(worker, worker.step_s, fill.queue + fill.own)
             write = write._replace(risk=risk)
         return self._weigh(index, index, fill, write, ttft, write.tpot, 0.0)
 
@@ -433,7 +440,7 @@ class _Costs:
 
     def _parts(self, way: _Way) -> dict[str, float]:
         fill = self._fill(way.prefill)
-        write = self._writes.get(way.decode, _Write(0.0, 0.0, 0.0))
+        write = self._writes.get(way.decode, _Write(0.0, 0.0, 0.0, 0.0))
         waits = write.room if way.prefill == way.decode else 0.0
         return {
             "overhead": self._of.overhead_s,
@@ -455,7 +462,9 @@ class _Costs:
         cost = _value(ttft, slo.ttft_s, 1.0) + _value(tpot, slo.tpot_s, length) + fill.harm
         crowd = write.crowd if slo.tpot_s is None else write.crowd / length / slo.tpot_s
         cost += crowd + MISSED * write.risk
-        meets = fill.meets and _within(ttft, slo.ttft_s) and _within(tpot, slo.tpot_s)
+        # Prompts that come later are let in only while this answer can bear them: no reason to refuse it.
+        least = write.step + (tpot - write.tpot)
+        meets = fill.meets and _within(ttft, slo.ttft_s) and _within(least / SURE, slo.tpot_s)
         return _Way(prefill, decode, fill.full or write.room > 0, cost, meets, ttft, tpot, handover)
 
     def _fill(self, index: int) -> _Fill:
@@ -470,16 +479,9 @@ class _Costs:
             worker.step_s,
         )
         harm, meets = worker.decoding * added, True
-        if objective is not None and worker.decoding:
-            share = self._share(worker)
-            before = step_s / (1 - min(MOST_SHARE, share))
-            after = before + added / self._length
-            held = step_s / (1 - min(MOST_SHARE, share + added / SHARE_DECAY_S))
-            meets = max(after, held) <= objective
-            theirs = worker.length - 1
-            risk = self._risk(worker, step_s, theirs, added) - self._risk(worker, step_s, theirs, 0.0)
-            harm = _value(after, objective, 1.0) - _value(before, objective, 1.0) + MISSED * risk
-            harm *= worker.decoding
+        if objective is not None:
+            used = added / worker.slack_s if worker.slack_s > 0 else math.inf
+            harm, meets = SPENT * min(1.0, used), used <= SURE
         full = worker.running >= worker.slots or worker.free_tokens < ask.prompt
         queue = worker.queue_s(self._of.now)
         found = self._fills[index] = _Fill(queue, added + steps * step_s, steps, added, harm, meets, full)
@@ -498,25 +500,23 @@ class _Costs:
         too_many = max(running + 1 - worker.slots, math.ceil(missing / each))
         # They end one after the other, one in each such part of the time that an answer takes.
         room = max(0, too_many) * tpot * ask.output / max(1, running)
-        risk = self._risk(worker, step_s, self._length, 0.0)
-        found = self._writes[index] = _Write(room, tpot, crowd, risk)
+        risk = self._risk(worker, step_s)
+        found = self._writes[index] = _Write(room, step_s, tpot, crowd, risk)
         return found
 
-    def _risk(
-        self, worker: WorkerState, step_s: float, length: float, stalled: float, waits: float = 0.0
-    ) -> float:
-        """Return how probably an answer of ``length`` steps is stalled beyond its objective by prompts.
+    def _risk(self, worker: WorkerState, step_s: float, waits: float = 0.0) -> float:
+        """Return how probably the answer is stalled beyond its objective by prompts that are still to come.
 
-        Prompts are taken to come at random, as long as the present one, at the rate that gives the worker's
-        ``share``; those that come while it is written must be more than it can bear, less ``stalled``.
+        They are taken to come at random, as long as the present one, at the rate that gives the worker's
+        ``share``; those that come while it waits and is written must be more than it can bear.
         """
         objective = self._ask.slo.tpot_s
         if objective is None:
             return 0.0
         unit = worker.step.prefill_s(self._ask.prompt, 0)
         share = min(MOST_SHARE, self._share(worker))
-        expected = share / (1 - share) * (waits + length * step_s) / unit
-        return _poisson_tail(math.ceil(((objective - step_s) * length - stalled) / unit), expected)
+        expected = share / (1 - share) * (waits + self._length * step_s) / unit
+        return _poisson_tail(math.ceil((objective - step_s) * self._length / unit), expected)
 
     def _share(self, worker: WorkerState) -> float:
         return worker.share * math.exp(-max(0.0, self._of.now - worker.at) / SHARE_DECAY_S)

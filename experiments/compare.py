@@ -222,11 +222,15 @@ def _serve(run: Run) -> Iterator[tuple[Key, Series]]:
 
 def _goodput(run: Run) -> Iterator[tuple[Key, Series]]:
     """Good requests a second, in blocks of arrivals: the requests of one burst are not independent."""
-    taken = {(one["engine"], one["system"], one["mix"]): one["requests"] for one in run.samples}
-    blocks = max(1, int(run.parameters["seconds"] / BLOCK_S))
-    each_s = run.parameters["seconds"] / blocks
+    taken = {
+        (one["engine"], one["system"], one["mix"]): one["requests"]
+        for one in run.samples
+        if "times" not in one
+    }
     for row in run.results["rows"]:
         case = (row["engine"], row["system"], row["mix"])
+        blocks = max(1, int(row["load_s"] / BLOCK_S))
+        each_s = row["load_s"] / blocks
         good = [0.0] * blocks if case in taken else []
         for at, _prompt, _output, ttft_ms, tpot_ms, _error in taken.get(case, ()):
             met = (

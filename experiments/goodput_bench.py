@@ -2,54 +2,54 @@
 
 The systems differ in the router alone, and run on equal workers: ``adaptive`` (with the objectives, so it
 refuses what it cannot serve in time), ``always``, ``never`` and ``replicas`` (plain replicas that are
-taken in turn). Two engines: ``simulated`` (``experiments/simulate.py``: the router itself on a model of
-the workers, exact and repeatable) and ``fake`` (`handoff serve --engine fake`: everything but the model is
-real). Neither says what a real model reaches; they say what the router makes of its workers.
+taken in turn). Two engines: ``fake`` (`handoff serve --engine fake`: everything but the model is real) and
+``simulated`` (``experiments/simulate.py``: the router itself on a model of the workers, exact and
+repeatable). Neither says what a real model reaches; they say what the router makes of its workers.
+
+Every round is another load. All systems get it, one after the other, in an order that changes from round to
+round; ``adaptive`` gets it twice, and what that differs by is what the others' differences are held against.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import secrets
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 from cluster.network import free_ports
 from deployments.router import POLICIES, Policy, Slo
+from experiments import goodput
 from experiments.children import Child, child
+from experiments.open_loop import Target, offer
 from experiments.results import Run
 from experiments.simulate import PLANT, simulate
-from experiments.workload import (
-    MIXES,
-    Arrival,
-    Served,
-    arrivals,
-    prompt_of,
-    read_trace,
-    scaled,
-    synthetic_trace,
-)
+from experiments.workload import MIXES, Arrival, Served, arrivals, read_trace, scaled, synthetic_trace
 
 KIND: Final = "bench-goodput"
 SYSTEMS: Final = POLICIES
+AGAIN: Final = "adaptive again"
+"""The same system a second time: what two runs of one system differ by."""
 TRACE: Final = "trace"
 RATES: Final = {"prefill-heavy": 5.0, "decode-heavy": 36.0, "balanced": 12.0, "bursty": 9.0, TRACE: 18.0}
 """Requests a second that the simulated workers are offered: about what the best system can just serve."""
+OVERLOADED: Final = "balanced"
+OVERLOADS: Final = (1.5, 3.0)
+"""Times that mix's rate."""
 MOST_PROMPT: Final = 3000
 STARTED_WITHIN_S: Final = 240.0
 ANSWERED_WITHIN_S: Final = 90.0
-BLOCK_S: Final = 2.0
-RESAMPLED: Final = 1000
 
 Progress = Callable[[str], None]
 
@@ -63,65 +63,175 @@ class Parameters:
     """What is measured.
 
     Attributes:
-        engines: ``simulated``, ``fake`` or both.
+        engines: ``fake``, ``simulated`` or both.
         model: local path, for tokenizer and configuration of the fake engine; not needed for ``simulated``.
         ttft_ms: objective of the time to first token.
         tpot_ms: objective of the time per token after it.
-        seconds: of load for each system and mix; the simulated engine gets three such loads.
+        seconds: of each load.
+        rounds: loads for each system and mix.
         slower: the fake engine's workers are that much slower than the simulated ones, with rates and
             objectives to match: this machine must be able to carry the tokens.
         trace: a file in the Mooncake format; None: a synthetic one.
         shorter: the trace's lengths are divided by this.
         mixes: which.
+        overload: whether `adaptive` is offered more than it can serve as well.
         seed: of everything drawn.
 
     """
 
-    engines: tuple[str, ...] = ("simulated", "fake")
+    engines: tuple[str, ...] = ("fake",)
     model: str | None = None
     ttft_ms: float = 1500.0
     tpot_ms: float = 60.0
     seconds: float = 20.0
+    rounds: int = 2
     slower: float = 2.0
     trace: str | None = None
     shorter: float = 6.0
     mixes: tuple[str, ...] = (*MIXES, TRACE)
+    overload: bool = True
     seed: int = 1
 
 
-def measure(parameters: Parameters, progress: Progress) -> Run:
-    """Run every system on every mix, and return the run."""
-    run = Run.begin(KIND, {**asdict(parameters), "workers": asdict(PLANT), "rates": RATES})
-    trace = _trace(parameters)
-    rows: list[dict[str, Any]] = []
-    samples: list[dict[str, Any]] = []
+CHOICES: Final = ("engines", "mixes", "overload")
+"""Parameters that choose what is measured, not how: a run may be continued with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One engine under one mix, at so many times the mix's rate."""
+
+    engine: str
+    mix: str
+    times: float = 1.0
+
+    @property
+    def overload(self) -> bool:
+        """Whether more is offered than can be served."""
+        return self.times != 1.0
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What became of a system's loads so far, and how busy the machine's cores were meanwhile (0 to 1)."""
+
+    parts: list[list[Served]]
+    busy: list[float]
+
+
+def measure(
+    parameters: Parameters,
+    progress: Progress,
+    earlier: Run | None = None,
+    keep: Callable[[Run], None] = lambda run: None,
+) -> Run:
+    """Run every system on every mix, and return the run.
+
+    Args:
+        parameters: what is measured.
+        progress: told each result.
+        earlier: an unfinished run with the same parameters: what it has is not measured again.
+        keep: given the run after each case, whole but for the cases that are still to come.
+
+    """
+    run = begin(parameters) if earlier is None else continued(earlier, parameters)
+    rows: list[dict[str, Any]] = list(run.results.get("rows", ()))
+    ratios: list[dict[str, Any]] = list(run.results.get("ratios", ()))
+    overload: list[dict[str, Any]] = list(run.results.get("overload", ()))
+    samples = list(run.samples)
     for engine in parameters.engines:
-        for system, mix, load, served in _ENGINES[engine](parameters, trace, progress):
-            row = _row(parameters, engine, system, mix, load, served)
-            told = ", ".join(
-                f"{key} {row[key]}" for key in ("goodput_rps", "offered_rps", "refused", "errors")
-            )
-            progress(f"{engine} {mix} {system}: {told}")
-            rows.append(row)
-            if engine != "simulated":  # the parameters give those again
-                samples.append(_sample(row, served))
-    return run.end({"rows": rows, "ratios": ratios(rows)}, samples)
+        have = {Case(row["engine"], row["mix"], row.get("times", 1.0)) for row in (*rows, *overload)}
+        wanted = [case for case in _cases(parameters, engine) if case not in have]
+        if not wanted:
+            continue
+        with _ENGINES[engine](parameters, progress) as serve:
+            for case in wanted:
+                found = _rounds(parameters, case, serve, progress)
+                told = {name: _row(parameters, case, name, seen) for name, seen in found.items()}
+                if case.overload:
+                    overload += [row | {"times": case.times} for row in told.values()]
+                else:
+                    rows += [row for name, row in told.items() if name != AGAIN]
+                    ratios.append(_ratios(parameters, case, found))
+                if engine != "simulated":  # the parameters give those again
+                    samples += [_sample(case, name, parameters, seen) for name, seen in found.items()]
+                _of_peak(rows, overload)
+                run = run.end({"rows": [*rows], "ratios": [*ratios], "overload": [*overload]}, samples)
+                keep(run)
+    return run
 
 
-def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each engine and mix, adaptive's goodput by each other system's, and by the best of them."""
-    found = []
-    for engine, mix in dict.fromkeys((row["engine"], row["mix"]) for row in rows):
-        good = {
-            row["system"]: row["goodput_rps"] for row in rows if (row["engine"], row["mix"]) == (engine, mix)
-        }
-        ours = good.pop("adaptive")
-        by = {name: round(ours / value, 3) if value else None for name, value in good.items()}
-        best = max(good.values())
-        found.append(
-            {"engine": engine, "mix": mix, "by": by, "by_best": round(ours / best, 3) if best else None}
+def begin(parameters: Parameters) -> Run:
+    """Return a run without results."""
+    return Run.begin(KIND, {**asdict(parameters), "workers": asdict(PLANT), "rates": RATES})
+
+
+def continued(earlier: Run, parameters: Parameters) -> Run:
+    """Return a run that takes in what an earlier one has.
+
+    Raises:
+        GoodputError: it was measured with other parameters or other code; the message names what differs.
+
+    """
+    run = begin(parameters)
+    before, now = (json.loads(json.dumps(dict(one.parameters))) for one in (earlier, run))
+    differs = [key for key in now if key not in CHOICES and before.get(key) != now[key]]
+    if differs:
+        told = ", ".join(f"{key}: {before.get(key)!r}, now {now[key]!r}" for key in differs)
+        raise GoodputError(f"the run cannot be resumed with other parameters ({told}); leave --resume out")
+    if earlier.commit != run.commit:
+        raise GoodputError(
+            f"the run cannot be resumed with other code (commit {earlier.commit}, now {run.commit}); "
+            "leave --resume out"
         )
+    both = {key: list(dict.fromkeys([*before[key], *now[key]])) for key in ("engines", "mixes")}
+    return Run(**{**_fields(earlier), "parameters": now | both | {"overload": True}})
+
+
+def _fields(run: Run) -> dict[str, Any]:
+    return {name: getattr(run, name) for name in Run.__dataclass_fields__}
+
+
+def _cases(parameters: Parameters, engine: str) -> list[Case]:
+    found = [Case(engine, mix) for mix in parameters.mixes]
+    if parameters.overload and OVERLOADED in parameters.mixes:
+        found += [Case(engine, OVERLOADED, times) for times in OVERLOADS]
     return found
+
+
+Serve = Callable[[Sequence[Arrival], Policy], list[Served]]
+"""Offers a load to a system, and waits for all of its answers."""
+
+
+def _rounds(parameters: Parameters, case: Case, serve: Serve, progress: Progress) -> dict[str, _Seen]:
+    """Offer each round's load to all systems, in an order that changes from round to round."""
+    trace = _trace(parameters)
+    names = [SYSTEMS[0]] if case.overload else [*SYSTEMS, AGAIN]
+    found: dict[str, _Seen] = defaultdict(lambda: _Seen([], []))
+    for turn in range(parameters.rounds):
+        slower = parameters.slower if case.engine == "fake" else 1.0
+        load = _load(parameters, trace, case.mix, slower / case.times, parameters.seed + turn)
+        for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
+            system: Policy = "adaptive" if name == AGAIN else name
+            before = psutil.cpu_times()
+            served = serve(load, system)
+            seen = found[name]
+            seen.parts.append(served)
+            seen.busy.append(_busy(before, psutil.cpu_times()))
+            row = _row(parameters, case, name, _Seen([served], seen.busy[-1:]), 1)
+            keys = ("goodput_rps", "offered_rps", "refused", "errors", "cpu_busy")
+            progress(
+                f"{case.engine} {case.mix} x{case.times:g}, round {turn + 1} of {parameters.rounds}, {name}: "
+                + ", ".join(f"{key} {row[key]}" for key in keys)
+            )
+    return {name: found[name] for name in names}
+
+
+def _busy(before: Any, after: Any) -> float:
+    """Return the share of the time between two ``psutil.cpu_times()`` in which cores were at work."""
+    spent = sum(after) - sum(before)
+    idle = after.idle - before.idle + getattr(after, "iowait", 0.0) - getattr(before, "iowait", 0.0)
+    return float(1 - idle / spent) if spent > 0 else 0.0
 
 
 def _trace(parameters: Parameters) -> list[Arrival]:
@@ -142,84 +252,96 @@ def _load(parameters: Parameters, trace: list[Arrival], mix: str, slower: float,
     return arrivals(MIXES[mix], rate, parameters.seconds, seed)
 
 
-def _row(
-    parameters: Parameters, engine: str, system: str, mix: str, load: float, served: Sequence[Served]
-) -> dict[str, Any]:
+def _objectives(parameters: Parameters, engine: str) -> tuple[float, float]:
     slower = parameters.slower if engine == "fake" else 1.0
-    ttft_ms, tpot_ms = parameters.ttft_ms * slower, parameters.tpot_ms * slower
-    good = [one.good(ttft_ms / 1e3, tpot_ms / 1e3) for one in served]
-    ttft = sorted(one.ttft_s * 1e3 for one in served if one.ttft_s is not None)
-    tpot = sorted(one.tpot_s * 1e3 for one in served if one.tpot_s is not None)
+    return parameters.ttft_ms * slower / 1e3, parameters.tpot_ms * slower / 1e3
+
+
+def _whole(parameters: Parameters, seen: _Seen) -> list[Served]:
+    return goodput.one_after_another(seen.parts, parameters.seconds)
+
+
+def _row(
+    parameters: Parameters, case: Case, system: str, seen: _Seen, rounds: int | None = None
+) -> dict[str, Any]:
+    served, load_s = _whole(parameters, seen), parameters.seconds * (rounds or parameters.rounds)
     causes = [one.cause for one in served if one.cause]
     return {
-        "engine": engine,
+        "engine": case.engine,
         "system": system,
-        "mix": mix,
-        "goodput_rps": round(sum(good) / load, 3),
-        "goodput_ci95": _interval(served, good, load),
-        "offered_rps": round(len(served) / load, 3),
-        "slo": {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms},
-        "ttft_ms_p50": _percentile(ttft, 0.5),
-        "ttft_ms_p99": _percentile(ttft, 0.99),
-        "tpot_ms_p50": _percentile(tpot, 0.5),
-        "tpot_ms_p99": _percentile(tpot, 0.99),
-        "requests": len(served),
-        "refused": sum(one.refused for one in served),
-        "errors": sum(bool(one.error) for one in served),
+        "mix": case.mix,
+        "load_s": load_s,
+        **goodput.outcome(served, *_objectives(parameters, case.engine), load_s),
+        "cpu_busy": round(sum(seen.busy) / len(seen.busy), 3),
         "decisions": {cause: causes.count(cause) for cause in sorted(set(causes))},
     }
 
 
-def _sample(row: dict[str, Any], served: Sequence[Served]) -> dict[str, Any]:
-    """Return the raw times of a row: arrival (s), prompt and output tokens, and what came (ms), the error."""
-
-    def one(of: Served) -> list[object]:
-        came = [None if s is None else round(s * 1e3, 1) for s in (of.ttft_s, of.tpot_s)]
-        return [round(of.arrival.at, 3), of.arrival.prompt, of.arrival.output, *came, of.error or None]
-
-    head = {key: row[key] for key in ("engine", "system", "mix")}
-    return {**head, "requests": [one(of) for of in served]}
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float | None:
-    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1) if ordered else None
+def _ratios(parameters: Parameters, case: Case, found: dict[str, _Seen]) -> dict[str, Any]:
+    """Return adaptive's goodput by each other system's, by the best of them, and by its own."""
+    load_s = parameters.seconds * parameters.rounds
+    objectives = _objectives(parameters, case.engine)
+    blocks = {
+        name: goodput.good_by_block(_whole(parameters, seen), *objectives, load_s)
+        for name, seen in found.items()
+    }
+    return {"engine": case.engine, "mix": case.mix, **ratios(blocks)}
 
 
-def _interval(served: Sequence[Served], good: Sequence[bool], seconds: float) -> list[float]:
-    """Return 95 % of what other stretches of such a load would give: bootstrap over blocks of arrivals."""
-    blocks: dict[int, int] = dict.fromkeys(range(max(1, int(seconds / BLOCK_S))), 0)
-    for one, is_good in zip(served, good, strict=True):
-        index = int(one.arrival.at / BLOCK_S) % len(blocks)
-        blocks[index] += is_good
-    drawn, counts = random.Random(0), list(blocks.values())
-    found = sorted(sum(drawn.choices(counts, k=len(counts))) / seconds for _ in range(RESAMPLED))
-    return [round(found[int(share * RESAMPLED)], 3) for share in (0.025, 0.975)]
+def ratios(blocks: dict[str, list[int]]) -> dict[str, Any]:
+    """Return adaptive's good requests by those of each other system, by the best of them, and by its own."""
+    ours = blocks["adaptive"]
+    others = {name: counts for name, counts in blocks.items() if name not in ("adaptive", AGAIN)}
+    best = max(others, key=lambda name: sum(others[name]))
+    by_best, by_best_ci95 = goodput.ratio(ours, others[best])
+    again, again_ci95 = goodput.ratio(blocks[AGAIN], ours) if AGAIN in blocks else (None, None)
+    return {
+        "by": {name: goodput.ratio(ours, counts)[0] for name, counts in others.items()},
+        "best": best,
+        "by_best": by_best,
+        "by_best_ci95": by_best_ci95,
+        "again": again,
+        "again_ci95": again_ci95,
+    }
+
+
+def _of_peak(rows: Sequence[dict[str, Any]], overload: Sequence[dict[str, Any]]) -> None:
+    """Write into the rows of overload their goodput by the highest at any rate, for each engine."""
+    for row in overload:
+        peers = [
+            other["goodput_rps"]
+            for other in (*rows, *overload)
+            if all(other[key] == row[key] for key in ("engine", "mix", "system"))
+        ]
+        row["of_peak"] = round(row["goodput_rps"] / max(peers), 3) if max(peers) else None
+
+
+def _sample(case: Case, system: str, parameters: Parameters, seen: _Seen) -> dict[str, Any]:
+    head = {"engine": case.engine, "system": system, "mix": case.mix}
+    head |= {"times": case.times} if case.overload else {}  # type: ignore[dict-item]
+    return {**head, "requests": goodput.sample(_whole(parameters, seen))}
 
 
 # --- simulated
 
-Measured = tuple[Policy, str, float, list[Served]]
-"""(system, mix, seconds of load, what became of its requests)."""
 
+@contextmanager
+def _simulated(parameters: Parameters, progress: Progress) -> Iterator[Serve]:
+    objectives = Slo(*_objectives(parameters, "simulated"))
 
-def _simulated(parameters: Parameters, trace: list[Arrival], progress: Progress) -> Iterator[Measured]:
-    objectives = Slo(parameters.ttft_ms / 1e3, parameters.tpot_ms / 1e3)
-    for mix, system in itertools.product(parameters.mixes, SYSTEMS):
+    def serve(load: Sequence[Arrival], system: Policy) -> list[Served]:
         adaptive = system == "adaptive"
-        served: list[Served] = []
-        for turn in range(3):
-            load = _load(parameters, trace, mix, 1.0, parameters.seed + turn)
-            part = simulate(load, system, slo=objectives if adaptive else Slo(), admit=adaptive)
-            later = turn * parameters.seconds
-            served += [replace(one, arrival=replace(one.arrival, at=one.arrival.at + later)) for one in part]
-        yield system, mix, 3 * parameters.seconds, served
+        return simulate(load, system, slo=objectives if adaptive else Slo(), admit=adaptive)
+
+    yield serve
 
 
 # --- the fake engine, served
 
 
-def _fake(parameters: Parameters, trace: list[Arrival], progress: Progress) -> Iterator[Measured]:
-    """One bring-up for all systems: a header says how each request is routed. They take turns, mix by mix."""
+@contextmanager
+def _fake(parameters: Parameters, progress: Progress) -> Iterator[Serve]:
+    """One bring-up for all systems: a header says how each request is routed."""
     if parameters.model is None:
         raise GoodputError("the fake engine needs a model folder for its tokenizer")
     data = cluster_file(parameters)
@@ -227,12 +349,19 @@ def _fake(parameters: Parameters, trace: list[Arrival], progress: Progress) -> I
     argv = ["-m", "handoff", "serve", "{folder}/cluster.yaml"]
     with child("goodput", argv, {}, {"cluster.yaml": json.dumps(data)}) as server:
         _wait_ready(server, url, progress)
-        asyncio.run(_offer(url, arrivals(MIXES["balanced"], 2.0, 6.0, parameters.seed + 99), "adaptive"))
-        for mix in parameters.mixes:
-            load = _load(parameters, trace, mix, parameters.slower, parameters.seed)
-            for system in SYSTEMS:
-                yield system, mix, parameters.seconds, asyncio.run(_offer(url, load, system))
-                server.check()
+
+        def serve(load: Sequence[Arrival], system: Policy) -> list[Served]:
+            headers: dict[str, str] = {"X-Handoff-Router": system}
+            if system == "adaptive":
+                headers["X-Handoff-Class"] = "bench"
+            salt = secrets.token_hex(8)  # nothing is cached of what another system was asked
+            target = Target(url, "m", headers, {"cache_salt": salt})
+            served = asyncio.run(offer(target, load, ANSWERED_WITHIN_S))
+            server.check()
+            return served
+
+        serve(arrivals(MIXES["balanced"], 2.0, 6.0, parameters.seed + 99), "adaptive")
+        yield serve
 
 
 def cluster_file(parameters: Parameters) -> dict[str, Any]:
@@ -291,79 +420,4 @@ def _wait_ready(server: Child, url: str, progress: Progress) -> None:
         time.sleep(0.2)
 
 
-async def _offer(url: str, load: Sequence[Arrival], system: Policy) -> list[Served]:
-    """Send each request when its time has come, whatever became of those before it."""
-    prompts = [prompt_of(one) for one in load]
-    salt = secrets.token_hex(8)  # nothing is cached of what another system was asked
-    began = time.monotonic() + 0.2
-
-    async def one(arrival: Arrival, prompt: list[int]) -> Served:
-        body = {
-            "model": "m",
-            "prompt": prompt,
-            "max_tokens": arrival.output,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        body |= {"temperature": 0.0, "return_token_ids": True, "cache_salt": salt}
-        text = json.dumps(body).encode()
-        await asyncio.sleep(max(0.0, began + arrival.at - time.monotonic()))
-        try:
-            async with asyncio.timeout(ANSWERED_WITHIN_S):
-                return await _ask(url, arrival, text, system)
-        except TimeoutError:
-            return Served(arrival, None, None, error=f"no answer within {ANSWERED_WITHIN_S:.0f} s")
-        except (OSError, EOFError, ValueError) as error:
-            return Served(arrival, None, None, error=repr(error))
-
-    return await asyncio.gather(*(one(a, p) for a, p in zip(load, prompts, strict=True)))
-
-
-async def _ask(url: str, arrival: Arrival, body: bytes, system: Policy) -> Served:
-    """Make one streamed request over a connection of its own, and time its tokens."""
-    parts = urlsplit(url)
-    sent = time.monotonic()
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
-    try:
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\nX-Handoff-Router: {system}\r\n"
-            + ("X-Handoff-Class: bench\r\n\r\n" if system == "adaptive" else "\r\n")
-        )
-        writer.write(head.encode() + body)
-        answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        status = answer.split(" ", 2)[1]
-        if status != "200":
-            said = (await reader.read()).decode(errors="replace")[:200]
-            refused = status == "429"
-            return Served(arrival, None, None, refused=refused, error="" if refused else f"{status}: {said}")
-        cause = _cause(answer)
-        first = last = 0.0
-        tokens = 0
-        while line := await reader.readline():
-            if line == b"data: [DONE]\n":
-                if tokens != arrival.output:
-                    raise ValueError(f"{tokens} tokens came instead of {arrival.output}")
-                each = (last - first) / (tokens - 1) if tokens > 1 else 0.0
-                return Served(arrival, first - sent, each, cause)
-            if line.startswith(b"data: "):
-                part = json.loads(line[6:])
-                if "choices" not in part:
-                    raise ValueError(f"amid the stream: {part}")
-                if count := len(part["choices"][0].get("token_ids") or ()):
-                    last = time.monotonic()
-                    first, tokens = first or last, tokens + count
-        raise EOFError("the stream was cut short")
-    finally:
-        writer.transport.abort()
-
-
-def _cause(head: str) -> str:
-    """Return whether the answer's `x-handoff-path` tells of one worker or of two."""
-    for line in head.split("\r\n"):
-        if line.lower().startswith("x-handoff-path:"):
-            return "handover" if ">" in line.split(";", 1)[0] else "undivided"
-    return ""
-
-
-_ENGINES: Final[dict[str, Callable[..., Iterator[Measured]]]] = {"simulated": _simulated, "fake": _fake}
+_ENGINES: Final[dict[str, Callable[..., Any]]] = {"simulated": _simulated, "fake": _fake}

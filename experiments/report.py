@@ -124,18 +124,11 @@ def _goodput_lines(run: Run) -> list[Line]:
         for ratio in run.results["ratios"]:
             if ratio["engine"] != engine:
                 continue
-            case = [
-                row for row in run.results["rows"] if (row["engine"], row["mix"]) == (engine, ratio["mix"])
-            ]
-            ours = next(row for row in case if row["system"] == "adaptive")
-            best = max((row for row in case if row is not ours), key=lambda row: row["goodput_rps"])
-            (low, high), (best_low, best_high) = ours["goodput_ci95"], best["goodput_ci95"]
-            found["better" if low > best_high else "worse" if high < best_low else "noise"].append(
-                ratio["mix"]
-            )
-            by = "–" if ratio["by_best"] is None else f"{ratio['by_best']:.2f}"
+            low, high = ratio["by_best_ci95"] or (0.0, 1.0)
+            found["better" if low > 1 else "worse" if high < 1 else "noise"].append(ratio["mix"])
+            by = "–" if ratio["by_best"] is None else f"{ratio['by_best']:.2f} ({low:.2f} to {high:.2f})"
             told.append(f"{ratio['mix']} {by}")
-        parts = {"worse": "fewer", "better": "more", "noise": "intervals overlap"}
+        parts = {"worse": "fewer", "better": "more", "noise": "within noise"}
         seen = [name for name in found if found[name]]
         answer = "; ".join(f"{parts[name]} on {_listed(found[name])}" for name in seen)
         note = "; engines simulated, no model computed" if engine == "simulated" else ""

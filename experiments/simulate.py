@@ -1,8 +1,8 @@
 """Routing without engines: a discrete-event model of workers as vLLM schedules them, under the real router.
 
 Workers step as vLLM's scheduler lets them (chunked prefill, running sequences first, first come first served,
-a prefix cache), and a step takes what ``StepModel`` says. What decides is ``deployments/router.py`` and
-``deployments/fleet.py`` themselves, on the model's clock: minutes of load take seconds, runs are the same.
+a prefix cache), and a step takes what ``StepModel`` says. What decides, admits and learns is
+``deployments/planner.py`` itself, on the model's clock: minutes of load take seconds, runs are the same.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from actors.messages import LoadReport, ModelFiles, Role, WorkerInfo
 from actors.steps import Meter, StepModel, Work
-from deployments.fleet import Fleet
-from deployments.router import NO_SLO, Ask, Policy, Slo, route
+from deployments.planner import Planner
+from deployments.router import NO_SLO, Ask, Policy, Slo
 from deployments.split import Mode
 from experiments.workload import Arrival, Served, prompt_of
 from kv.chunk import KVLayout
@@ -156,7 +156,8 @@ def simulate(
     def wake(at: float, what: Callable[[float], None]) -> None:
         heapq.heappush(events, (at, next(order), what))
 
-    fleet = Fleet(lambda: clock[0])
+    planner = Planner(clock=lambda: clock[0])
+    fleet = planner.fleet
     roles: list[Role] = [*_times("prefill", plant.prefills), *_times("decode", plant.decodes)]
     workers = {f"{role}-{i}": _Worker(plant, wake) for i, role in enumerate(roles)}
     for (name, _), role in zip(workers.items(), roles, strict=True):
@@ -174,14 +175,14 @@ def simulate(
     def arrive(number: int, arrival: Arrival, now: float) -> None:
         tokens = prompt_of(arrival)
         ask = Ask(arrival.prompt, arrival.output, Mode.FIRST_TOKEN, slo=slo)
-        ask, blocks = fleet.known(ask, tokens)
-        where = route(fleet.snapshot(), ask, policy)
+        plan = planner.decide(ask, tokens, policy=policy)
+        where = plan.route
         if admit and not where.meets:
             served[number] = Served(arrival, None, None, where.cause, refused=True)
             open_requests[0] -= 1
             return
-        fleet.placed(str(number), where, ask, blocks)
-        _run(number, arrival, where, blocks, now)
+        planner.sent(str(number), plan)
+        _run(number, arrival, where, plan.blocks, now)
 
     def _run(number: int, arrival: Arrival, where: Any, blocks: list[int], now: float) -> None:
         times: list[float] = []
@@ -191,12 +192,10 @@ def simulate(
         def token(at: float) -> None:
             times.append(at)
             if len(times) == 1:
-                fleet.took(str(number), at - now)
-                fleet.prefilled(str(number))
-            elif len(times) == 2 and divided:
-                fleet.handed_over(str(number), at - times[0])
+                planner.prefilled(str(number), None)
+            planner.passed(str(number), 1)
             if len(times) == arrival.output:
-                fleet.ended(str(number))
+                planner.ended(str(number), whole=True)
                 open_requests[0] -= 1
                 each = (times[-1] - times[0]) / max(1, len(times) - 1)
                 served[number] = Served(arrival, times[0] - now, each, where.cause)

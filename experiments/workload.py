@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -34,7 +34,21 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What became of a request: seconds to the first token and per token after it, None if none came."""
+    """What became of a request.
+
+    Attributes:
+        arrival: the request.
+        ttft_s: seconds from when it was due to the first token; None if none came.
+        tpot_s: seconds per token after it.
+        cause: why it ran as it did, if the server tells.
+        refused: with 429.
+        error: what went wrong; empty: nothing.
+        late_s: seconds by which the client sent it late; they are part of ``ttft_s`` and ``e2e_s``.
+        e2e_s: seconds from when it was due to the last token.
+        tokens: of the answer.
+        gaps_s: between the pieces in which tokens came.
+
+    """
 
     arrival: Arrival
     ttft_s: float | None
@@ -42,6 +56,10 @@ class Served:
     cause: str = ""
     refused: bool = False
     error: str = ""
+    late_s: float = 0.0
+    e2e_s: float | None = None
+    tokens: int = 0
+    gaps_s: tuple[float, ...] = ()
 
     def good(self, ttft_s: float, tpot_s: float) -> bool:
         """Whether it met both objectives. An answer of one token has no time per token."""
@@ -181,7 +199,3 @@ def prompt_of(arrival: Arrival, low: int = 16, high: int = 4000) -> list[int]:
             break
     drawn = random.Random(-1)
     return found + drawn.choices(range(low, high), k=arrival.prompt - len(found))
-
-
-Draw = Callable[[float, float, int], list[Arrival]]
-"""(rate, seconds, seed) to a load."""

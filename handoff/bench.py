@@ -8,8 +8,10 @@ import typer
 from rich.table import Table
 
 from handoff import console, interrupt
+from handoff.load import load as _load
 
 app = typer.Typer(help="Measure on this machine, and record the run.", no_args_is_help=True)
+app.command("load")(_load)
 
 LEDGER_TOLERANCE = 0.02
 
@@ -106,29 +108,43 @@ def kv(
 @app.command()
 def goodput(
     engine: Annotated[
-        list[str] | None, typer.Option(help="simulated or fake; may be given several times; default: both.")
+        list[str] | None, typer.Option(help="fake or simulated; may be given several times; default: fake.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=4, help="Of load for each system and mix.")] = 20,
+    seconds: Annotated[float, typer.Option(min=4, help="Of each load.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Loads for each system and mix.")] = 2,
     mix: Annotated[list[str] | None, typer.Option(help="A mix; may be given several times.")] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="A trace in the Mooncake format; default: synthetic.", exists=True, dir_okay=False),
     ] = None,
     shorter: Annotated[float, typer.Option(min=1, help="Divides the trace's lengths.")] = 6,
+    overload: Annotated[bool, typer.Option(help="Offer adaptive 1.5 and 3 times as much as well.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the loads.")] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep what the file at --out has, and measure the rest.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Where the run is written.")] = Path("results/bench-goodput.json"),
 ) -> None:
     """Compare router modes under open-loop load: requests a second that meet their objectives.
 
-    Engines are simulated, or fake ones behind the real gateway; no model is computed.
+    Engines are fake ones behind the real gateway, or simulated; no model is computed. The file is written
+    after each mix: what was interrupted goes on with --resume.
 
-    Example: [bold]handoff bench goodput --engine simulated[/bold]
+    Examples: [bold]handoff bench goodput --mix bursty[/bold], [bold]handoff bench goodput --resume[/bold]
     """
     interrupt.end_in_order()
-    from experiments.goodput_bench import Parameters, measure
-    from experiments.results import save
+    from experiments.goodput_bench import KIND, Parameters, measure
+    from experiments.results import load, save
 
     progress = console.progress()
-    parameters = Parameters(seconds=seconds, shorter=shorter, trace=None if trace is None else str(trace))
+    parameters = Parameters(
+        seconds=seconds,
+        rounds=rounds,
+        shorter=shorter,
+        trace=None if trace is None else str(trace),
+        overload=overload,
+        seed=seed,
+    )
     if engine:
         parameters = replace(parameters, engines=tuple(engine))
     if mix:
@@ -137,8 +153,8 @@ def goodput(
         from experiments.local_pair import local_model
 
         parameters = replace(parameters, model=local_model(None, progress))
-    run = measure(parameters, progress)
-    save(run, out)
+    earlier = load(out, KIND) if resume and out.exists() else None
+    run = measure(parameters, progress, earlier, lambda run: save(run, out))
     _show_goodput(run.results)
     console.out.print(f"\nwritten to {out}")
 
@@ -163,7 +179,14 @@ def _show_goodput(results: Any) -> None:
     console.out.print(table)
     for ratio in results["ratios"]:
         console.out.print(
-            f"{ratio['engine']}, {ratio['mix']}: adaptive by the best of the others {ratio['by_best']}"
+            f"{ratio['engine']}, {ratio['mix']}: adaptive by the best of the others ({ratio['best']}) "
+            f"{ratio['by_best']} {ratio['by_best_ci95']}; adaptive by itself {ratio['again']} "
+            f"{ratio['again_ci95']}"
+        )
+    for row in results["overload"]:
+        console.out.print(
+            f"{row['engine']}, {row['mix']} at {row['times']:g} times the rate: {row['goodput_rps']:.2f}/s, "
+            f"{row['of_peak']} of the peak; {row['refused']} of {row['requests']} refused"
         )
 
 

@@ -1,12 +1,24 @@
 """Loads, traces and the arithmetic of goodput."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from experiments.goodput_bench import SYSTEMS, TRACE, Parameters, measure, ratios
+from experiments.goodput import good_by_block, interval
+from experiments.goodput_bench import (
+    AGAIN,
+    SYSTEMS,
+    TRACE,
+    GoodputError,
+    Parameters,
+    begin,
+    measure,
+    ratios,
+)
+from experiments.results import Run
 from experiments.workload import (
     MIXES,
     Arrival,
@@ -75,9 +87,12 @@ def test_good_is_what_met_both_objectives() -> None:
     assert not Served(arrival, None, None, refused=True).good(1.0, 0.05)
 
 
+SHORT = Parameters(engines=("simulated",), seconds=4, rounds=2, mixes=("balanced", TRACE))
+
+
 def test_a_run_has_a_row_for_every_system_and_mix() -> None:
-    parameters = Parameters(engines=("simulated",), seconds=4, mixes=("balanced", TRACE))
-    run = measure(parameters, lambda line: None)
+    kept: list[Run] = []
+    run = measure(SHORT, lambda line: None, keep=kept.append)
     rows = run.results["rows"]
     assert [(row["mix"], row["system"]) for row in rows] == [
         (mix, system) for mix in ("balanced", TRACE) for system in SYSTEMS
@@ -87,14 +102,54 @@ def test_a_run_has_a_row_for_every_system_and_mix() -> None:
         assert 0 <= low <= row["goodput_rps"] <= high <= row["offered_rps"] * 2
         assert row["ttft_ms_p50"] <= row["ttft_ms_p99"]
         assert row["slo"] == {"ttft_ms": 1500.0, "tpot_ms": 60.0}
-        assert (row["engine"], row["errors"]) == ("simulated", 0)
-    assert [ratio["mix"] for ratio in run.results["ratios"]] == ["balanced", TRACE]
+        assert (row["engine"], row["errors"], row["load_s"]) == ("simulated", 0, 8.0)
+    ratios = run.results["ratios"]
+    assert [ratio["mix"] for ratio in ratios] == ["balanced", TRACE]
+    assert [(ratio["again"], ratio["again_ci95"]) for ratio in ratios] == [(1.0, [1.0, 1.0])] * 2, (
+        "the simulated engine does the same every time"
+    )
+    overload = run.results["overload"]
+    assert [row["times"] for row in overload] == [1.5, 3.0]
+    for row in overload:
+        peak = max(other["goodput_rps"] for other in (rows[0], *overload))
+        assert row["of_peak"] == pytest.approx(row["goodput_rps"] / peak, abs=1e-3)
+    assert [len(run.results["rows"]) for run in kept] == [4, 8, 8, 8]
     json.dumps(run.as_json())
 
 
-def test_ratios_are_to_each_and_to_the_best() -> None:
-    good = {"adaptive": 3.0, "always": 2.0, "never": 4.0, "replicas": 0.0}
-    rows = [{"engine": "e", "mix": "m", "system": name, "goodput_rps": rate} for name, rate in good.items()]
-    (found,) = ratios(rows)
+def test_a_run_is_continued_where_it_was_interrupted() -> None:
+    whole = measure(SHORT, lambda line: None)
+    first = measure(replace(SHORT, mixes=("balanced",), overload=False), lambda line: None)
+    told: list[str] = []
+    run = measure(SHORT, told.append, first)
+    assert {line.split(",")[0] for line in told} == {
+        *("simulated trace x1", "simulated balanced x1.5", "simulated balanced x3")
+    }
+    rows = [{**row, "cpu_busy": 0} for row in run.results["rows"]]
+    assert rows == [{**row, "cpu_busy": 0} for row in whole.results["rows"]]
+    assert run.parameters["mixes"] == ["balanced", TRACE]
+
+
+def test_a_run_of_something_else_is_not_continued() -> None:
+    earlier = begin(SHORT)
+    with pytest.raises(GoodputError, match=r"other parameters \(seconds: 4, now 5\); leave --resume out"):
+        measure(replace(SHORT, seconds=5), lambda line: None, earlier)
+    with pytest.raises(GoodputError, match="other code"):
+        measure(SHORT, lambda line: None, replace(earlier, commit="0" * 40))
+
+
+def test_ratios_are_to_each_to_the_best_and_to_itself() -> None:
+    found = ratios({"adaptive": [2, 1], "always": [1, 1], "never": [3, 1], "replicas": [0, 0], AGAIN: [2, 2]})
     assert found["by"] == {"always": 1.5, "never": 0.75, "replicas": None}
-    assert found["by_best"] == 0.75
+    assert (found["best"], found["by_best"], found["again"]) == ("never", 0.75, 1.333)
+    low, high = found["by_best_ci95"]
+    assert (low, high) == (pytest.approx(2 / 3, abs=1e-3), 1.0), "blocks are drawn in pairs"
+
+
+def test_intervals_are_of_blocks_and_hold_the_mean() -> None:
+    served = [Served(Arrival(at / 10, 1, 2), 0.1 if at % 40 < 20 else 9.0, 0.01) for at in range(400)]
+    counts = good_by_block(served, 1.0, 0.1, 40.0)
+    assert counts == [20, 0] * 10
+    low, high = interval(counts, 40.0)
+    assert low < 5.0 < high
+    assert high - low > 2.5, "requests of a block are late together: single ones would give half as much"

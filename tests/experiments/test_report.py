@@ -169,15 +169,14 @@ def test_the_verdict_follows_the_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval", "answer"), [([9.0, 9.5], "more on balanced"), ([0.1, 0.2], "fewer on balanced")]
+    ("interval", "answer"), [([1.1, 1.5], "more on balanced"), ([0.1, 0.2], "fewer on balanced")]
 )
-def test_goodput_is_more_or_less_where_intervals_are_apart(
+def test_goodput_is_more_or_less_where_the_interval_is_apart_from_one(
     interval: list[float], answer: str, tmp_path: Path
 ) -> None:
     def apart(data: dict[str, Any]) -> None:
-        for row in data["rows"]:
-            if row["mix"] == "balanced":
-                row["goodput_ci95"] = interval if row["system"] == "adaptive" else [4.0, 5.0]
+        for ratio in data["ratios"]:
+            ratio["by_best_ci95"] = interval if ratio["mix"] == "balanced" else [0.9, 1.1]
 
     lines = verdict(edited("bench-goodput", apart, tmp_path))
     assert [line for line in lines if line.answer.startswith(f"{answer};")]

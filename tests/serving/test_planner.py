@@ -1,5 +1,6 @@
 """What the gateway knows between reports, learns from what happens, and refuses."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from actors.steps import Meter, StepModel, Work
 from deployments.estimates import Mean, Quantile
 from deployments.fleet import FORGET_S, Fleet
 from deployments.prefixes import Prefixes, chain
-from deployments.router import Ask, Policy, Slo, route
+from deployments.router import Ask, Policy, Route, Slo, route
 from deployments.split import Mode
 from experiments.simulate import PLANT, simulate
 from experiments.workload import MIXES, Served, arrivals
@@ -85,6 +86,51 @@ def test_what_was_sent_is_counted_until_it_ends_and_nothing_is_left() -> None:
         assert new.context == pytest.approx(0, abs=1e-6)
         assert new.free_tokens == pytest.approx(old.free_tokens)
         assert (new.running, new.decoding) == (0, 0)
+
+
+def test_what_a_worker_can_bear_is_known_from_the_answers_that_it_writes() -> None:
+    """An answer of 101 tokens in 60 ms each, of which a step takes 8.2 ms with two."""
+    clock = Clock()
+    to, ask = fleet(clock), replace(ASK, output=101, slo=Slo(1.5, 0.06))
+
+    def slack() -> float:
+        return to.snapshot().workers[2].slack_s
+
+    assert slack() == math.inf
+    whole = Route("d0", "d0", Mode.UNDIVIDED, "")
+    to.placed("a", whole, ask, [])
+    assert slack() == pytest.approx(100 * (0.06 - 0.0082)), "its own prompt does not delay it"
+    to.placed("b", whole, replace(ASK, prompt=4000), [])
+    assert slack() == pytest.approx(100 * (0.06 - 0.0083) - 4000 * 5e-5), "one that came after it does"
+    to.prefilled("a")
+    to.passed("a", 1)
+    to.prefilled("b")
+    assert slack() == pytest.approx(100 * (0.06 - 0.0083))
+    clock.now += 4.0
+    to.passed("a", 80)
+    to.placed("c", whole, replace(ASK, prompt=4000), [])
+    assert slack() == pytest.approx(6.0 - 4.0 - 20 * 0.0084 - 4000 * 5e-5)
+    to.passed("a", 19)
+    to.report("d0", LoadReport(STEP))
+    assert slack() == math.inf, "it ends before a further prompt's turn"
+    to.ended("a")
+    assert slack() == math.inf
+
+
+def test_a_request_that_is_late_anyway_holds_nobody_back() -> None:
+    clock = Clock()
+    to = fleet(clock)
+    to.placed("a", Route("d0", "d0", Mode.UNDIVIDED, ""), replace(ASK, output=101, slo=Slo(1.5, 0.06)), [])
+    to.prefilled("a")
+    to.passed("a", 1)
+    clock.now += 5.8
+    to.passed("a", 10)
+    assert to.snapshot().workers[2].slack_s == 0.0, "it is just late, if nothing is wrong with the prediction"
+    clock.now += 1.0
+    to.passed("a", 1)
+    to.prefilled("a")
+    to.report("d0", LoadReport(STEP))
+    assert to.snapshot().workers[2].slack_s == math.inf
 
 
 def test_other_gateways_requests_come_with_reports() -> None:

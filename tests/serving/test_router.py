@@ -266,7 +266,9 @@ def test_no_worker_at_all(policy: Policy, count: int) -> None:
             Slo(1.0, 0.05),
             False,
         ),
-        (lambda one: replace(one, **BUSY), Slo(1.0, 0.012), False),  # the others' objective, not its own
+        (lambda one: replace(one, **BUSY, slack_s=0.05), Slo(1.0, 0.05), False),  # others', not its own
+        (lambda one: replace(one, **BUSY, slack_s=0.06), Slo(1.0, 0.05), True),
+        (lambda one: replace(one, **BUSY, slack_s=0.05), Slo(1.0, None), True),
         (lambda one: waits(one, 40_000), Slo(), True),
     ],
 )
@@ -274,3 +276,11 @@ def test_objectives_are_met_or_not(
     change: Callable[[WorkerState], WorkerState], slo: Slo, meets: bool
 ) -> None:
     assert chosen([change(one) for one in ALL], replace(ASK, slo=slo)).meets is meets
+
+
+def test_a_way_that_keeps_objectives_comes_before_a_cheaper_one() -> None:
+    ask = replace(ASK, slo=Slo(1.0, 0.05))
+    idle, other = replace(D0, slack_s=0.01), replace(D1, **BUSY, slack_s=10.0)
+    assert chosen([idle, replace(other, slack_s=0.01)], ask, "never").decode == "d0"
+    found = chosen([idle, other], ask, "never")
+    assert (found.decode, found.meets) == ("d1", True)
