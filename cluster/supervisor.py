@@ -1,8 +1,8 @@
 """The background processes of a local cluster: `python -m cluster.supervisor STATE_DIR LIFELINE LOCK`.
 
-The supervisor starts the nodes, notes what becomes of them, and ends them when told to (SIGTERM), when the
-head dies, or when the lifeline, a pipe from the command that started it, closes before the word "keep" came
-through.
+The supervisor starts the nodes, notes what becomes of them, starts those that died again, and ends them when
+told to (SIGTERM), when the head dies, or when the lifeline, a pipe from the command that started it, closes
+before the word "keep" came through.
 
 Its parent, the reaper, does nothing but wait for the supervisor's end, however that comes about, and then
 removes what is left. Ray's own processes are bound to `ray start`, and `ray start` to the supervisor, by the
@@ -33,6 +33,8 @@ KEEP: Final = b"keep"
 _GRACE_S: Final = 8.0
 _TICK_S: Final = 0.1
 _MAX_STARTS: Final = 3
+_AGAIN_AFTER_S: Final = 5.0
+"""By then Ray has noted the death, and the agents and workers of the dead node have ended."""
 _STARTED: Final = b"Ray runtime started"
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -50,6 +52,7 @@ class Supervisor:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._statuses = {node.name: NodeStatus() for node in plan.nodes}
         self._announced: set[str] = set()
+        self._again: dict[str, float] = {}
         self._stopping = False
         self._prefixes: Mapping[str, tuple[str, ...]] = {}
 
@@ -70,6 +73,7 @@ class Supervisor:
             self._start_some()
             self._note_arrivals()
             self._note_deaths()
+            self._bring_back()
             self._read_lifeline()
         self._end_nodes()
 
@@ -134,6 +138,14 @@ class Supervisor:
             self._set(name, status.model_copy(update={"state": "dead", "exit_code": code}))
             if name == HEAD:
                 self.stop()  # without the head's services no node can be used or restarted
+            elif status.state == "alive":
+                self._again[name] = time.monotonic() + _AGAIN_AFTER_S
+
+    def _bring_back(self) -> None:
+        """Start nodes that were alive and have died once more. One that cannot be started stays dead."""
+        for name in [name for name, when in self._again.items() if time.monotonic() > when]:
+            del self._again[name]
+            self._set(name, NodeStatus())
 
     def _set(self, name: str, status: NodeStatus) -> None:
         self._statuses[name] = status

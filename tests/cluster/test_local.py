@@ -218,7 +218,7 @@ class RayletKiller(threading.Thread):
                 found.kill()
 
 
-def test_a_lost_start_is_repeated_a_lost_node_leaves_the_others_and_a_killed_supervisor_nothing() -> None:
+def test_a_lost_start_is_repeated_a_lost_node_returns_and_a_killed_supervisor_leaves_nothing() -> None:
     file = small_file(a={"role": "both", "count": 2})
     killer = RayletKiller(StateDir.of(file.name), times=1)
     killer.start()
@@ -232,6 +232,9 @@ def test_a_lost_start_is_repeated_a_lost_node_leaves_the_others_and_a_killed_sup
     os.kill(victim.process.pid, signal.SIGKILL)
     until(lambda: {n.name: n.state for n in report(started_now(started))}["a-0"] == "dead", "death noticed")
     assert [node.state for node in report(started_now(started))] == ["alive", "dead", "alive"]
+    until(lambda: {n.name: n.state for n in report(started_now(started))}["a-0"] == "alive", "it is back", 60)
+    pids = {node.name: node.process.pid for node in started_now(started).nodes}
+    assert {node.name for node in started.nodes if pids[node.name] != node.process.pid} == {"a-0"}
 
     os.kill(started.supervisor_pid, signal.SIGKILL)
     left.assert_gone()
