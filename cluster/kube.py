@@ -36,7 +36,7 @@ KEPT_S: Final = 3600
 """So long the head of an experiment that has ended stays, for its logs."""
 IDLE_S: Final = 60
 """On demand, a node that has been idle so long is given back."""
-CLUSTER_FILE: Final = "HANDOFF_CLUSTER"
+CLUSTER_FILE: Final = "HANDOFF_CLUSTER_FILE"
 """Variable of such a head: the cluster file's content, for `python -m experiments.on_cluster`."""
 
 
