@@ -1,9 +1,9 @@
 """An experiment on the Ray cluster on whose head it runs: `python -m experiments.on_cluster`.
 
-The variable HANDOFF_CLUSTER_FILE holds the cluster file's content as JSON. Has Ray's autoscaler make the nodes
-that are not there, serves the model on them, asks for completions of several lengths one after the other, and
-prints what was measured, with each request's way, as a line of JSON. `k8s/experiment` runs it as a RayJob;
-`k8s/experiments` is a cluster that stays, for many of them.
+The variable HANDOFF_CLUSTER_FILE holds the cluster file's content as JSON. Has Ray's autoscaler make the
+nodes that are not there, serves the model on them, asks for completions of several lengths one after the
+other, and prints what was measured, with each request's way, as a line of JSON. `k8s/experiment` runs it as a
+RayJob; `k8s/experiments` is a cluster that stays, for many of them.
 """
 
 import contextlib

@@ -121,7 +121,7 @@ def _join(address: str | None, file: "ClusterFile | None") -> None:
     from cluster.connect import join
     from cluster.errors import NotRunningError
     from cluster.network import accepts
-    from cluster.ray_up import HOSTS_TOKEN
+    from cluster.ray_start import HOSTS_TOKEN
 
     if address is None:
         assert file is not None
