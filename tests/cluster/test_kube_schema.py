@@ -68,7 +68,11 @@ def strict(schema: Any) -> Any:
 
 @cache
 def services(overlay: str) -> dict[str, Any]:
-    argv = ["kubectl", "kustomize", K8S / "overlays" / overlay]
+    return service_of(K8S / "overlays" / overlay)
+
+
+def service_of(folder: Path) -> dict[str, Any]:
+    argv = ["kubectl", "kustomize", folder]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     (found,) = [each for each in yaml.safe_load_all(done.stdout) if each["kind"] == "RayService"]
     return {**found, "metadata": {}}  # metadata is the API server's own
@@ -77,6 +81,18 @@ def services(overlay: str) -> dict[str, Any]:
 @pytest.mark.parametrize("overlay", sorted(path.name for path in (K8S / "overlays").iterdir()))
 def test_the_schema_takes_the_overlay(validator: jsonschema.Draft202012Validator, overlay: str) -> None:
     assert [error.message for error in validator.iter_errors(services(overlay))] == []
+
+
+@pytest.mark.parametrize("component", sorted(path.name for path in (K8S / "components").iterdir()))
+def test_the_schema_takes_the_component(
+    validator: jsonschema.Draft202012Validator, component: str, tmp_path: Path
+) -> None:
+    shutil.copytree(K8S, tmp_path / "k8s")
+    own = tmp_path / "k8s" / "overlays" / "own"
+    own.mkdir()
+    content = {"resources": ["../../base"], "components": [f"../../components/{component}"]}
+    (own / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    assert [error.message for error in validator.iter_errors(service_of(own))] == []
 
 
 @pytest.mark.parametrize(
