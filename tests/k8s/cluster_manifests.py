@@ -66,7 +66,7 @@ def _patches(manifest: Path, cluster: str, lab: Lab, more: list[Operation]) -> l
     for key in cluster.strip("/").split("/"):
         spec = spec[key]
     groups = range(len(spec["workerGroupSpecs"]))
-    operations = []
+    operations: list[Operation] = []
     for path in ("headGroupSpec", *(f"workerGroupSpecs/{index}" for index in groups)):
         pod = f"{cluster}/{path}/{POD}"
         for volume, mount in _mounts(lab):

@@ -1,7 +1,7 @@
 """The Kubernetes, what is applied to it at once, and a summary of the steps with their times."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,7 +57,9 @@ def explained(lab: Lab, request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.when == "call" or report.outcome != "passed":
         item.config.stash[STEPS].append((item.name, report.outcome, report.duration))
