@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 PACKAGES := handoff experiments deployments actors cluster kv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test rayup-test k8s-test check format bench-serve bench-kv bench-goodput report chaos lock clean
+.PHONY: help setup demo test rayup-test k8s-test check format bench-serve bench-kv bench-goodput bench-gateway report chaos lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ bench-kv: setup ## KV from cache to cache over every transport, against the link
 
 bench-goodput: setup ## Router modes under open-loop load, fake engines, 20 minutes: results/bench-goodput.json (ARGS=--resume)
 	$(BIN)/handoff bench goodput $(ARGS)
+
+bench-gateway: setup ## CPU time and latency of the gateway and the router, beside vLLM's own server: results/bench-gateway.json
+	$(BIN)/handoff bench gateway $(ARGS)
 
 report: setup ## One page of the runs in results/, verdict first: results/report.html
 	$(BIN)/handoff report $(ARGS)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ class _Step:
     """What ``execute_model`` leaves for ``sample_tokens``: requests in order, and where each now ends."""
 
     ends: dict[str, int]
-    connector: KVConnectorOutput
+    connector: KVConnectorOutput | None
 
 
 class FakeExecutor(Executor):
@@ -115,6 +116,9 @@ class FakeExecutor(Executor):
         (config,) = kv_cache_configs
         size = self.cache_config.block_size
         self._kv = FakeKV(config.num_blocks, size, self._options.kv_bytes_per_token)
+        self._connector = None
+        if self.vllm_config.kv_transfer_config is None:  # vLLM's own server, to compare with
+            return
         self._connector = KVConnectorFactory.create_connector(
             self.vllm_config, KVConnectorRole.WORKER, config
         )
@@ -153,7 +157,7 @@ class FakeExecutor(Executor):
         began = time.monotonic()
         for request_id in step.finished_req_ids:
             self._sequences.pop(request_id, None)
-        with around_step(self._connector, step) as connector:
+        with nullcontext() if self._connector is None else around_step(self._connector, step) as connector:
             if step.total_num_scheduled_tokens:
                 self._steps += 1
                 self._die_if_asked()
@@ -290,6 +294,9 @@ class FakeExecutor(Executor):
     def collective_rpc(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """There are no workers to call."""
         raise NotImplementedError(f"the fake engine has no workers that could do {method!r}")
+
+    def reset_mm_cache(self) -> None:
+        """See the base class: there is none."""
 
     def check_health(self) -> None:
         """See the base class."""

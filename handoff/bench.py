@@ -159,6 +159,55 @@ def goodput(
     console.out.print(f"\nwritten to {out}")
 
 
+@app.command()
+def gateway(
+    model: Annotated[
+        str | None, typer.Option(help="Local folder or hub id; default: the tiny random model.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each case is measured.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="Two rounds, fewer requests.")] = False,
+    out: Annotated[Path, typer.Option(help="Where the run is written.")] = Path("results/bench-gateway.json"),
+) -> None:
+    """Measure what the gateway costs beside the engines: CPU time, latency, the router's decisions.
+
+    The engines are fake and take no time. vLLM's own server, on the same fake engine, is measured in turns
+    with it; CPU time is that of the process which listens.
+
+    Example: [bold]handoff bench gateway --quick[/bold]
+    """
+    interrupt.end_in_order()
+    from experiments.gateway_bench import Parameters, measure
+    from experiments.local_pair import local_model
+    from experiments.results import save
+
+    progress = console.progress()
+    parameters = Parameters(local_model(model, progress), rounds=rounds)
+    if quick:
+        parameters = replace(parameters, rounds=2, requests=200, streams=(1, 64), alone=10, decisions=300)
+    run = measure(parameters, progress)
+    save(run, out)
+    _show_gateway(run.results)
+    console.out.print(f"\nwritten to {out}")
+
+
+def _show_gateway(results: Any) -> None:
+    ratios = {(ratio["case"], ratio.get("streams")): ratio["cpu_ratio"] for ratio in results["ratios"]}
+    columns = ("case", "streams", "system", "CPU us", "by vLLM's", "1/CPU s", "p50 ms", "added ms")
+    table = _table("What serving costs beside the engine (medians)", *columns)
+    for row in results["rows"]:
+        streams = row.get("streams")
+        ratio = ratios.get((row["case"], streams)) if row["system"] == "handoff" else None
+        figures = (streams, row["system"], row.get("cpu_us_p50"), ratio, row.get("per_cpu_s"))
+        times = (row.get("ms_p50"), row.get("added_ms_p50"))
+        table.add_row(row["case"], *("" if one is None else str(one) for one in (*figures, *times)))
+    console.out.print(table)
+    for routed in results["router"]:
+        console.out.print(
+            f"router, {routed['workers']:>4} workers: a decision takes {routed['decision_us_p50']:.0f} us "
+            f"(p99 {routed['decision_us_p99']:.0f}), of which the choice {routed['choice_us_p50']:.0f} us"
+        )
+
+
 def _show_goodput(results: Any) -> None:
     columns = (
         "mix",
