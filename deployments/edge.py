@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import Counter
+from starlette.datastructures import State
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
@@ -20,6 +21,13 @@ from deployments.ledger import Record, current
 
 OPEN = frozenset({"/health", "/ping", "/version", "/metrics"})
 """Paths that need no key: what load balancers and Prometheus ask for."""
+COUNTED = frozenset(
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"),
+        *("/v1/messages", "/generative_scoring"),
+    }
+)
+"""Paths of requests that ``/load`` counts. vLLM's own count takes a thread for each of them."""
 PROXY_HEALTH = "/-/healthz"
 """Where Ray Serve's own proxy tells that it listens; KubeRay asks it before it sends a head requests."""
 ID_CHARACTERS = 128
@@ -51,13 +59,21 @@ class Edge:
         limits: on requests.
         keys: that clients need one of; none: all may come in.
         ended: told the record of every request, when its answer has left.
+        state: of vLLM's application; ``server_load_metrics`` is kept there.
 
     """
 
     def __init__(
-        self, app: Any, limits: Limits, keys: Keys, ended: Sequence[Callable[[Record], None]]
+        self,
+        app: Any,
+        limits: Limits,
+        keys: Keys,
+        ended: Sequence[Callable[[Record], None]],
+        state: State | None = None,
     ) -> None:
         self.app, self._limits, self._keys, self._ended = app, limits, keys, ended
+        self._state = State() if state is None else state
+        self._state.server_load_metrics = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
@@ -111,9 +127,12 @@ class Edge:
             REFUSED.labels(refusal.status_code).inc()
             await refusal(scope, receive, noting)
             return
+        counts = scope["path"] in COUNTED
+        self._state.server_load_metrics += counts
         try:
             await self.app(scope, self._limited(receive), noting)
         finally:
+            self._state.server_load_metrics -= counts
             record.note("ended")
             for told in self._ended:
                 told(record)

@@ -18,7 +18,6 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.renderers import renderer_from_config
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -33,6 +32,7 @@ from cluster.file import Limits
 from deployments.dispatch import Dispatcher
 from deployments.errors import AnswerTooLate, Overloaded, Unmeetable
 from deployments.ledger import Ledger, Record, current
+from deployments.rendering import renderer_of
 from deployments.router import POLICIES, Policy, Slo
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class ClusterEngineClient(EngineClient):
     def __init__(self, vllm_config: Any, limits: Limits) -> None:
         self._limits = limits
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
-        self.renderer = renderer_from_config(vllm_config)
+        self.renderer = renderer_of(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.output_processor = OutputProcessor(self.renderer.tokenizer, log_stats=True)
         self.statistics = StatLoggerManager(vllm_config, engine_idxs=[0])

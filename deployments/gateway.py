@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import APIRouter, HTTPException
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.envs import enable_envs_cache
 
 from actors.engine import engine_config
 from actors.messages import WorkerInfo
@@ -36,6 +37,7 @@ from deployments.http import limited_protocol
 from deployments.metrics import WorkerMetrics, count_request
 from deployments.options import server_arguments
 from deployments.planner import DEFAULT, Planner, Routing
+from deployments.shortcut import shortcut
 from deployments.tracing import tracer
 from deployments.worker_client import WorkerClient
 
@@ -130,8 +132,9 @@ class Gateway:
         app.include_router(ledger_routes(self._engine))
         await init_app_state(self._engine, app.state, arguments, TASKS)
         api.narrow(app, arguments, self._spec.limits.sequences)
+        enable_envs_cache()
         ended = [count_request] if self._tracer is None else [count_request, self._tracer.export]
-        return Edge(app, self._spec.limits, self._keys, ended)
+        return Edge(shortcut(app), self._spec.limits, self._keys, ended, app.state)
 
     async def check_health(self) -> None:
         """Serve's health check: healthy while it takes requests; workers recover by themselves."""

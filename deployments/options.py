@@ -37,6 +37,7 @@ REFUSED: Mapping[str, str] = {
     "h11_max_incomplete_event_size": "set gateway.limits.head",
     "h11_max_header_count": "set gateway.limits.head",
     "enable_request_id_headers": "they are on",
+    "enable_server_load_tracking": "it is on",
 }
 """Options that would have no effect here, or an unexpected one: what to do instead."""
 
@@ -51,7 +52,7 @@ def server_arguments(model: str, served_name: str, options: Mapping[str, Any]) -
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     known = {field.name for field in fields(FrontendArgs)}
-    argv = ["--model", model, "--served-model-name", served_name, "--enable-server-load-tracking"]
+    argv = ["--model", model, "--served-model-name", served_name]
     for name, value in options.items():
         if name in REFUSED:
             raise StartError(f"{WHERE}.{name} cannot be set: {REFUSED[name]}")
