@@ -66,6 +66,7 @@ class WorkerClient:
         self._on_batch, self._on_lost = on_batch, on_lost
         self._channel: Channel | None = None
         self._return: asyncio.Task[None] | None = None
+        self._unsent: list[Submit | Abort | SenderLost] = []
 
     async def connect(self) -> None:
         """Open the channel and measure the clock offset.
@@ -121,8 +122,15 @@ class WorkerClient:
         return best[1] if abs(best[1]) > best[0] else 0.0
 
     def _send(self, message: Submit | Abort | SenderLost) -> None:
+        """Send together with what else is sent in this turn of the event loop: it takes one system call."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(message)
+
+    def _flush(self) -> None:
+        messages, self._unsent = self._unsent, []
         if self._channel is not None:
-            self._channel.send(message)
+            self._channel.send(*messages)
 
     def _lost(self, reason: str) -> None:
         self.alive, self._channel = False, None
