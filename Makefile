@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 PACKAGES := handoff experiments deployments actors cluster kv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test rayup-test k8s-test check format bench-serve bench-kv bench-goodput bench-gateway report chaos lock clean
+.PHONY: help setup demo test rayup-test k8s-test check format bench-serve bench-kv bench-goodput bench-gateway experiments report chaos lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench-goodput: setup ## Router modes under open-loop load, fake engines, 20 minu
 
 bench-gateway: setup ## CPU time and latency of the gateway and the router, beside vLLM's own server: results/bench-gateway.json
 	$(BIN)/handoff bench gateway $(ARGS)
+
+experiments: setup ## Probe, placement, transports and a plan at small sizes: results/experiments/, results/report.html
+	$(BIN)/handoff experiment all --plan tests/experiments/plan_models/mistral-7b.json $(ARGS)
 
 report: setup ## One page of the runs in results/, verdict first: results/report.html
 	$(BIN)/handoff report $(ARGS)

@@ -8,7 +8,7 @@ source is in ``0a``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, Literal
@@ -37,11 +37,6 @@ class Case:
         """What it is called in results: ``store 5 x3``."""
         return f"{self.name} x{len(self.loaders)}"
 
-    @property
-    def machines(self) -> int:
-        """How many machines it takes, the source's included."""
-        return 1 + max(int(machine(pod)) for pod in self.loaders)
-
 
 _STORE_5: Final = "grows linearly"
 _S3_2: Final = ("5.4", "5.4", "5.4", "5.6")
@@ -66,23 +61,37 @@ def machine(pod: str) -> str:
 
 def pods(machines: int) -> list[str]:
     """Return the pods that the matrix needs on so many machines, the source's first."""
-    wanted = {SOURCE, *(pod for case in possible(machines) for pod in case.loaders)}
-    return sorted(wanted)
+    wanted = {SOURCE, *(pod for case in MATRIX for pod in case.loaders)}
+    return sorted(pod for pod in wanted if int(machine(pod)) < machines)
 
 
-def possible(machines: int, media: Sequence[Medium] = MEDIA) -> list[Case]:
-    """Return the cases that so many machines are enough for."""
-    return [case for case in MATRIX if case.machines <= machines and case.medium in media]
+def named(machines: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the pod that each node of a cluster stands for: ``0a`` and so on, by machine.
+
+    machines: the nodes of each. Machine 0 is that with the most nodes; its first one has the source.
+    """
+    order = sorted(machines.values(), key=lambda nodes: (-len(nodes), sorted(nodes)))
+    return {
+        f"{number}{letter}": node
+        for number, nodes in enumerate(order)
+        for letter, node in zip("abcdefghijklmnopqrstuvwxyz", sorted(nodes), strict=False)
+    }
 
 
-def left_out(machines: int, media: Sequence[Medium] = MEDIA) -> list[dict[str, str]]:
+def possible(there: Collection[str], media: Sequence[Medium] = MEDIA) -> list[Case]:
+    """Return the cases that these pods are enough for."""
+    return [case for case in MATRIX if case.medium in media and set(case.loaders) <= {*there}]
+
+
+def left_out(there: Collection[str], media: Sequence[Medium] = MEDIA) -> list[dict[str, str]]:
     """Return the others, with the reason."""
     found = []
     for case in MATRIX:
+        lacking = sorted({*case.loaders} - {*there})
         if case.medium not in media:
             found.append({"case": case.cell, "reason": f"--medium leaves {case.medium} out"})
-        elif case.machines > machines:
-            found.append({"case": case.cell, "reason": f"it takes {case.machines} machines, not {machines}"})
+        elif lacking:
+            found.append({"case": case.cell, "reason": f"there is no pod {', '.join(lacking)}"})
     return found
 
 
@@ -138,21 +147,26 @@ _UNLIMITED: Final = (
 )
 
 
-def conclusions(lines: Sequence[Mapping[str, Any]], gbit_s: float | None, mbytes: float) -> list[Conclusion]:
-    """Return the report's claims for which there are figures. gbit_s: limit of the links, None: none."""
+def conclusions(
+    lines: Sequence[Mapping[str, Any]], gbit_s: float | None, mbytes: float, loopback: bool = False
+) -> list[Conclusion]:
+    """Return the report's claims for which there are figures.
+
+    gbit_s: limit of the links, None: not known. loopback: all pods are on one machine, without links.
+    """
     by = {line["case"]: line for line in lines}
     found = []
-    wire = None if gbit_s is None else mbytes * 8e6 / 1e9 / gbit_s
+    wire = "the wire's part" if gbit_s is None else f"the {mbytes * 8e6 / 1e9 / gbit_s:.2f} s of the wire"
 
     def seconds(case: str) -> float:
         return float(by[case]["seconds_p50"])
 
     def claim(text: str, figures: str, holds: bool, why: str) -> None:
-        found.append(Conclusion(text, figures, holds, None if holds else why if gbit_s else _UNLIMITED))
+        found.append(Conclusion(text, figures, holds, None if holds else _UNLIMITED if loopback else why))
 
     if {"store 1 x1", "store 2 x1"} <= by.keys():
         one, two = seconds("store 1 x1"), seconds("store 2 x1")
-        why = f"the wire takes {wire or 0:.2f} s, which is little beside what the store itself takes"
+        why = f"{wire} is little beside what the store itself takes"
         claim("The same machine beats another one", f"{two:.2f} s against {one:.2f} s", two < one, why)
     if {"store 2 x1", "store 3 x1"} <= by.keys():
         two, three = seconds("store 2 x1"), seconds("store 3 x1")
@@ -163,7 +177,7 @@ def conclusions(lines: Sequence[Mapping[str, Any]], gbit_s: float | None, mbytes
     if "store 4 x4" in by:
         machines = by["store 4 x4"]["by_machine_s_p50"]
         ratio = machines["1"] / machines["0"]
-        why = f"the wire takes {2 * (wire or 0):.2f} s for both, beside what the stores take on both sides"
+        why = f"{wire}, twice for two, is little beside what the stores take on both sides"
         figures = f"{machines['1']:.2f} s against {machines['0']:.2f} s: {ratio:.1f} times"
         claim(
             "In a mix, loaders elsewhere take about 3 times as long (here: 2 or more)",

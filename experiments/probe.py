@@ -291,12 +291,13 @@ class _Probe:
             self.found.add(Place(what, node), self.nbytes * 8 / seconds / GIGA, turn)
 
 
-def _station(ray: Any, offer: NodeOffer) -> Any:
-    """A station on a node: by our own resource, or by Ray's where the node is no node of a cluster file.
-
-    It takes the node's free GPUs, without which Ray would show it none.
-    """
+def resource_of(offer: NodeOffer) -> str:
+    """Return what pins an actor to a node: our own resource, or Ray's if it is no node of a cluster file."""
     own = at(offer.name)
-    resource = own if own in offer.total else f"node:{offer.address}"
-    options = {"num_cpus": 0, "num_gpus": offer.free.get("GPU", 0.0), "resources": {resource: AT_SHARE}}
-    return ray.remote(Station).options(**options).remote(offer.address)
+    return own if own in offer.total else f"node:{offer.address}"
+
+
+def _station(ray: Any, offer: NodeOffer) -> Any:
+    """A station on a node. It takes the node's free GPUs, without which Ray would show it none."""
+    gpus, resources = offer.free.get("GPU", 0.0), {resource_of(offer): AT_SHARE}
+    return ray.remote(Station).options(num_cpus=0, num_gpus=gpus, resources=resources).remote(offer.address)

@@ -210,7 +210,7 @@ def _pairs(nodes: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 # -- the heat map -------------------------------------------------------------------------------------
 
-CELL, HEAD, ROW_HEIGHT, TITLE = 74, 110, 30, 26
+CELL, HEAD, ROW_HEIGHT, TITLE, LEAST_WIDTH = 74, 110, 30, 26, 340
 PANELS: Final = ("tcp", "object store", "nixl", "all-reduce", "round trip")
 
 
@@ -221,7 +221,7 @@ def heat_map(run: Run) -> str:
     for panel, height in panels:
         placed.append(f'<g transform="translate(8,{top})">\n{panel}\n</g>')
         top += height + 18
-    width = HEAD + CELL * len(run.results["nodes"]) + 24
+    width = max(LEAST_WIDTH, HEAD + CELL * len(run.results["nodes"]) + 24)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
@@ -291,10 +291,8 @@ def _panel(
 
 
 def _shade(value: float, least: float, most: float, low_is_good: bool) -> str:
-    """From pale orange (worst) to pale green (best); all the same colour where they hardly differ."""
-    share = 1.0 if most < least * 1.05 else (value - least) / (most - least)
-    if low_is_good and most >= least * 1.05:
-        share = 1 - share
+    """From pale orange, far from the best, to pale green, the best: by the ratio of the two."""
+    share = least / value if low_is_good else value / most
     red, green, blue = (
         round(low + (high - low) * share) for low, high in zip((253, 190, 133), (161, 217, 155), strict=True)
     )

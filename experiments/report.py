@@ -87,7 +87,8 @@ def _placement_line(run: Run) -> Line:
     names = ", ".join(one["claim"].partition(" (here")[0] for one in told if not one["holds"])
     not_so = f"Not so here: {names}." if names else ""
     model, limit = run.results["model_bytes"] / 1e6, run.parameters["gbit_s"]
-    links = "links without a limit" if limit is None else f"links of {limit:g} Gbit/s"
+    where = "pods on one machine, no links" if limit is None else f"links of {limit:g} Gbit/s"
+    links = where if run.parameters["cluster"] is None else f"cluster {run.parameters['cluster']}"
     answer = f"{sum(one['holds'] for one in told)} of {len(told)} conclusions hold"
     question = "Does moving a model by Ray's store and by S3 behave as published?"
     return Line(question, answer, f"{model:.0f} MB, {links}. {not_so}".strip())
@@ -226,7 +227,8 @@ def _derived(row: Mapping[str, Any]) -> dict[str, Any]:
     if "tpot_ms_p50" in row:
         return {**row, "tokens_s": 1e3 / row["tpot_ms_p50"]}
     if "loaders" in row:
-        return {**row, "name": row["case"].rpartition(" x")[0]}
+        by = {f"machine_{name}": seconds for name, seconds in row["by_machine_s_p50"].items()}
+        return {**row, **by, "name": row["case"].rpartition(" x")[0]}
     if "source" in row:
         return dict(row)
     percent = None if row["ratio"] is None else 100 * row["ratio"]

@@ -28,6 +28,7 @@ from handoff import (
     console,
     demo,
     doctor,
+    experiment,
     model,
     nodes,
     plan,
@@ -49,7 +50,7 @@ app = typer.Typer(
 )
 
 _COMMANDS: Final = (demo, nodes, status, render, serve, trace, chaos, probe, plan, compare, doctor, report)
-_GROUPS: Final = {"model": model, "bench": bench}
+_GROUPS: Final = {"model": model, "bench": bench, "experiment": experiment}
 
 
 def _print_version(wanted: bool) -> None:

@@ -77,7 +77,7 @@ def probe(
     progress = console.progress()
     from cluster.nodes import snapshot
 
-    with _connected(file, address, progress) as known:
+    with connected(file, address, progress) as known:
         run = measure(nodes_to_probe(snapshot()), known, parameters, progress)
     save(run, out)
     plot = out.with_suffix(".svg")
@@ -90,20 +90,25 @@ def probe(
 
 
 @contextlib.contextmanager
-def _connected(
+def connected(
     file: "ClusterFile | None", address: str | None, progress: Callable[[str], None]
 ) -> "Iterator[ClusterFile | None]":
     """Be a driver of the cluster that is meant; one that does not run lasts as long as the block."""
     import ray
 
     from cluster.connect import connect
+    from cluster.errors import NotRunningError
     from cluster.local import held
-    from cluster.running import running
+    from cluster.running import clusters, running
 
     with contextlib.ExitStack() as stack:
         if address is not None or (file is not None and file.hosts is not None):
             _join(address, file)
         else:
+            if file is None and not clusters():
+                raise NotRunningError(
+                    "no cluster runs here; give a cluster file, which is brought up for it, or --address"
+                )
             cluster = the_one(None) if file is None else running(file.name)
             if cluster is None:
                 assert file is not None

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster import netns
+from cluster.errors import NotRunningError
 from cluster.placement import NodeOffer
 from experiments.compare import compare
 from experiments.plan import Load, plan
@@ -20,7 +21,7 @@ from experiments.plan_machines import load as load_machines
 from experiments.plan_map import with_map
 from experiments.plan_model import PlanError
 from experiments.plan_model import read as read_model
-from experiments.probe import Found, nodes_to_probe
+from experiments.probe import Found, Parameters, measure, nodes_to_probe
 from experiments.probe_map import (
     EACH_NODE,
     UNITS,
@@ -34,6 +35,7 @@ from experiments.probe_map import (
     ways,
 )
 from experiments.probe_tcp import Listener, ProbeError, rate_gbit_s, round_trip_us
+from experiments.ray_nodes import ray_nodes
 from experiments.results import ResultError, Run, load, save
 from handoff.cli import app
 
@@ -213,7 +215,48 @@ def test_a_missing_map_is_said_before_anything_starts(tmp_path: Path) -> None:
     assert isinstance(result.exception, ResultError)
 
 
+def test_without_a_cluster_the_remedy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    result = CliRunner().invoke(app, ["probe", "--out", str(tmp_path / "map.json")])
+    assert isinstance(result.exception, NotRunningError)
+    assert "give a cluster file" in str(result.exception)
+
+
 # -- for real
+
+
+@pytest.mark.cluster
+def test_two_nodes_are_mapped(tmp_path: Path) -> None:
+    """Bare Ray nodes on loopback: stations are pinned to each, and every quantity that can be is there."""
+    import ray
+
+    from cluster.connect import join
+    from cluster.nodes import snapshot
+
+    with ray_nodes([("127.0.0.2", ()), ("127.0.0.3", ())], 128 << 20) as nodes:
+        join(nodes.address, Path(nodes.environment["RAY_AUTH_TOKEN_PATH"]))
+        try:
+            asked = Parameters(rounds=1, seconds=0.1, streams=(1, 2), mbytes=4, iperf_s=0)
+            run = measure(nodes_to_probe(snapshot()), None, asked, print)
+        finally:
+            ray.shutdown()
+    save(run, tmp_path / "map.json")
+    found = {
+        (row["what"], row["source"], row["target"], row["streams"])
+        for row in read(tmp_path / "map.json").results["rows"]
+    }
+    one, other = run.results["nodes"]
+    for ends in ((one, other), (other, one)):
+        assert {
+            ("round trip", *ends, None),
+            ("tcp", *ends, 1),
+            ("tcp", *ends, 2),
+            ("object store", *ends, None),
+        } <= found
+    assert ("all-reduce", one, other, None) in found
+    assert ("memory copy", one, None, None) in found
+    assert ("nixl", one, other, None) in found or "nixl" in str(run.results["not_measured"])
+    assert len(ways(run)) == 1
 
 
 def test_a_rate_and_a_round_trip_over_loopback() -> None:
