@@ -22,7 +22,6 @@ from deployments.estimates import Quantile
 from deployments.prefixes import Prefixes, chain
 from deployments.router import (
     COLUMNS,
-    EXACT,
     SHARE_DECAY_S,
     Ask,
     Link,
@@ -200,7 +199,7 @@ class Fleet:
         """A worker tells its state."""
         index = self._index[name]
         self._seen[index].report = report
-        self._stale.add(index)
+        self._renew(index, self._clock())  # now, not when a request waits for a decision
         for peer, rate in report.rates.items():
             if (other := self._index.get(peer)) is not None and rate > 0:
                 self._links[index, other] = replace(self._links.get((index, other), self._link()), rate=rate)
@@ -242,23 +241,25 @@ class Fleet:
         return replace(ask, cached=cached, turn=self._turn), blocks
 
     def snapshot(self) -> Snapshot:
-        """Return the workers as they are now. Costs what has changed since the last one."""
+        """Return the workers as they are now; its table is ours, and good until they change."""
         self._forget_old()
         now = self._clock()
         for index in self._stale:
-            state = self._states[index] = self._seen[index].state(now)
-            self._table[:, index] = state.row()
+            self._renew(index, now)
         self._stale.clear()
-        few = len(self._states) <= EXACT
         return Snapshot(
             workers=tuple(self._states),
-            table=self._table if few else self._table.copy(),
+            table=self._table,
             links=self._links,
             link=self._link(),
             kv_bytes=self.kv_bytes,
             overhead_s=self.overhead.value,
             now=now,
         )
+
+    def _renew(self, index: int, now: float) -> None:
+        state = self._states[index] = self._seen[index].state(now)
+        self._table[:, index] = state.row()
 
     def placed(self, key: str, route: Route, ask: Ask, blocks: list[int]) -> None:
         """A request has been sent where the router said."""

@@ -5,11 +5,11 @@ Bounded, and corrected by what engines say they had cached. Being wrong costs a 
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
 import xxhash
 
 BLOCKS: Final = 200_000
@@ -20,10 +20,11 @@ MOST_BLOCKS: Final = 512
 
 def chain(tokens: Sequence[int], block: int, salt: str = "") -> list[int]:
     """Return a hash for each whole block of a prompt, over everything up to its end."""
-    ids = np.asarray(tokens[: MOST_BLOCKS * block], np.int64)
+    data = array("q", tokens[: MOST_BLOCKS * block]).tobytes()
+    size = block * 8
     found, before = [], xxhash.xxh3_64_intdigest(salt.encode())
-    for end in range(block, len(ids) + 1, block):
-        before = xxhash.xxh3_64_intdigest(ids[end - block : end].data, seed=before)
+    for end in range(size, len(data) + 1, size):
+        before = xxhash.xxh3_64_intdigest(data[end - size : end], seed=before)
         found.append(before)
     return found
 

@@ -7,6 +7,7 @@ of workers are first reduced to a few by bounds that are computed for all of the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ SHORTLIST: Final = 3
 """Of more workers, the best of each kind."""
 HOLDERS: Final = 2
 """And those that hold most of the prompt's prefix."""
+LONGER_THAN_ANY_QUEUE_S: Final = 1e6
 SHARE_DECAY_S: Final = 3.0
 """Time constant of the share of a worker's time that prompts take."""
 MOST_SHARE: Final = 0.9
@@ -42,6 +44,8 @@ SPENT: Final = 2.0
 """What using up all the delay that a worker's requests can bear costs, in shares of an objective."""
 SURE: Final = 0.9
 """Of that delay, and of an objective of the time per token, as much may be used: both are predicted."""
+FEW_PAIRS: Final = 4
+ROUNDING: Final = 1e-9
 FULL: Final = 1e3
 """Stands in a bound for having no room."""
 GAIN: Final = 0.05
@@ -120,23 +124,27 @@ class WorkerState:
 
     def queue_s(self, now: float) -> float:
         """Return how long the prompts that wait there will take, less what it has done of them."""
+        if self.waiting_tokens <= 0 and not self.decoding:
+            return 0.0
+        step_s = self.step_s
         if self.waiting_tokens <= 0:
-            return self.step_s / 2 if self.decoding else 0.0  # the step that is under way
-        whole = self.waiting_s + self.waiting_tokens / self.chunk * self.step_s
+            return step_s / 2  # the step that is under way
+        whole = self.waiting_s + self.waiting_tokens / self.chunk * step_s
         return max(whole * 0.05, whole - max(0.0, now - self.busy_since))
 
     def row(self) -> tuple[float, ...]:
         """What bounds for many workers are computed from at once; see ``_candidates``."""
         dead = 0.0 if self.alive else math.inf
-        room = self.running < self.slots and self.free_tokens > 0
+        running, step, step_s = self.running, self.step, self.step_s
+        room = running < self.slots and self.free_tokens > 0
         felt = 1 + self.decoding
-        after = self.step.decode_s(self.running + 1, self.context)
+        after = step.decode_s(running + 1, self.context)
         return (
             dead + self.queue_s(self.at),
-            (self.step_s / self.chunk + self.step.token) * felt,
-            self.step.token_context / 2 * felt,
-            after / (1 - min(MOST_SHARE, self.share)) + self.running * self.step.sequence,
-            self.running * self.step.context,
+            (step_s / self.chunk + step.token) * felt,
+            step.token_context / 2 * felt,
+            after / (1 - min(MOST_SHARE, self.share)) + running * step.sequence,
+            running * step.context,
             dead + (0.0 if room else FULL),
             0.0 if self.role == "prefill" else math.inf,
             0.0 if self.role == "decode" else math.inf,
@@ -281,7 +289,7 @@ def route(snapshot: Snapshot, ask: Ask, policy: Policy = "adaptive") -> Route:
         if ask.mode is Mode.UNDIVIDED:
             return costs.told(best, "not divisible", ask.why)
         return costs.told(best, "never", "as configured")
-    pair = min((costs.pair(p, d) for p in prefills for d in decodes), key=_rank)
+    pair = costs.best_pair(prefills, decodes)
     if policy == "always" or ask.must_divide:
         return costs.told(pair, "always", ask.why)
     single = min(map(costs.alone, alone), key=_rank)
@@ -318,14 +326,25 @@ def _candidates(snapshot: Snapshot, ask: Ask) -> tuple[list[int], list[int], lis
 
 def _few(cost: Array, held: Sequence[int]) -> list[int]:
     """Return the workers of least cost, and holders of the prefix; none whose cost is infinite."""
-    found = np.argpartition(cost, SHORTLIST)[:SHORTLIST].tolist()
+    left, found = cost.copy(), []
+    for _ in range(SHORTLIST):  # faster than a partition
+        found.append(int(left.argmin()))
+        left[found[-1]] = math.inf
     return [i for i in dict.fromkeys([*found, *held]) if cost[i] < math.inf]
 
 
 def _holders(snapshot: Snapshot, ask: Ask) -> list[int]:
+    """Return those that hold most of the prompt; of equals, those with the shortest queue."""
     if len(ask.cached) <= HOLDERS:
         return list(ask.cached)
-    return sorted(ask.cached, key=lambda i: (-ask.cached[i], snapshot.workers[i].waiting_tokens))[:HOLDERS]
+    holders = np.fromiter(ask.cached, np.intp, len(ask.cached))
+    missing = ask.prompt - np.fromiter(ask.cached.values(), np.float64, len(ask.cached))
+    score = missing * LONGER_THAN_ANY_QUEUE_S + snapshot.table[0, holders]
+    found = []
+    for _ in range(HOLDERS):
+        found.append(int(score.argmin()))
+        score[found[-1]] = math.inf
+    return [int(index) for index in holders[found]]
 
 
 # -- what a way takes -----------------------------------------------------------------------------------
@@ -415,6 +434,33 @@ class _Costs:
             tpot += handover / self._length
         return self._weigh(prefill, decode, fill, write, ttft, tpot, handover)
 
+    def best_pair(self, prefills: Sequence[int], decodes: Sequence[int]) -> _Way:
+        """Return the best way of dividing it; the first of equals.
+
+        A pair costs at least what its two halves do without the handover: they are looked at in the order of
+        that, until it exceeds the best that was found.
+        """
+        if len(prefills) * len(decodes) <= FEW_PAIRS:
+            return min((self.pair(p, d) for p in prefills for d in decodes), key=_rank)
+        fills = [(self._of_filling(fill := self._fill(p)), fill.full, p) for p in prefills]
+        writes = [(self._of_writing(write := self._write(d)), write.room > 0, d) for d in decodes]
+        bounds = sorted(
+            (full or no_room, filling + writing, place, p, d)
+            for place, ((filling, full, p), (writing, no_room, d)) in enumerate(
+                itertools.product(fills, writes)
+            )
+        )
+        best: tuple[bool, float, int] | None = None
+        taken: _Way | None = None
+        for full, bound, place, p, d in bounds:
+            if best is not None and (full, bound * (1 - ROUNDING)) > best[:2]:
+                break
+            way = self.pair(p, d)
+            if best is None or (way.full, way.cost, place) < best:
+                best, taken = (way.full, way.cost, place), way
+        assert taken is not None
+        return taken
+
     def told(self, way: _Way, cause: str, reason: str) -> Route:
         """Return a way as the decision."""
         return Route(
@@ -460,12 +506,24 @@ class _Costs:
         """
         slo, length = self._ask.slo, self._length
         cost = _value(ttft, slo.ttft_s, 1.0) + _value(tpot, slo.tpot_s, length) + fill.harm
-        crowd = write.crowd if slo.tpot_s is None else write.crowd / length / slo.tpot_s
-        cost += crowd + MISSED * write.risk
+        cost += self._crowding(write) + MISSED * write.risk
         # Prompts that come later are let in only while this answer can bear them: no reason to refuse it.
         least = write.step + (tpot - write.tpot)
         meets = fill.meets and _within(ttft, slo.ttft_s) and _within(least / SURE, slo.tpot_s)
         return _Way(prefill, decode, fill.full or write.room > 0, cost, meets, ttft, tpot, handover)
+
+    def _of_filling(self, fill: _Fill) -> float:
+        """Return what a pair costs at least because of its prefill worker; see ``_weigh``."""
+        return _value(self._of.overhead_s + fill.queue + fill.own, self._ask.slo.ttft_s, 1.0) + fill.harm
+
+    def _of_writing(self, write: _Write) -> float:
+        """Return what a pair costs at least because of its decode worker; see ``_weigh``."""
+        tpot = _value(write.tpot, self._ask.slo.tpot_s, self._length)
+        return tpot + self._crowding(write) + MISSED * write.risk
+
+    def _crowding(self, write: _Write) -> float:
+        objective = self._ask.slo.tpot_s
+        return write.crowd if objective is None else write.crowd / self._length / objective
 
     def _fill(self, index: int) -> _Fill:
         if (known := self._fills.get(index)) is not None:

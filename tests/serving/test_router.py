@@ -19,6 +19,7 @@ from deployments.router import (
     Slo,
     Snapshot,
     WorkerState,
+    _Costs,
     route,
 )
 from deployments.split import Mode
@@ -201,6 +202,30 @@ def test_many_workers_are_not_routed_much_worse_than_few(seed: int) -> None:
         p.ttft_s + p.tpot_s * ask.output + p.parts["others"] for p in (found.predicted, exact.predicted)
     )
     assert taken <= 1.3 * best + 0.05
+
+
+@pytest.mark.parametrize("mode", [Mode.FIRST_TOKEN, Mode.DECODE_SAMPLES])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_best_pair_is_found_without_looking_at_all(seed: int, mode: Mode) -> None:
+    workers, ask = some(seed, 30)
+    drawn = random.Random(seed)
+    workers = [replace(one, slots=drawn.choice([1, 256])) for one in workers]
+    links = {
+        (p, d): Link(drawn.random() / 50, 10 ** drawn.uniform(6, 10))
+        for p in range(30)
+        for d in range(30)
+        if drawn.random() < 0.5
+    }
+    costs = _Costs(Snapshot.of(workers, links=links, kv_bytes=1e4, now=1.0), replace(ask, mode=mode))
+    prefills, decodes = [list(range(start, 30, 2)) for start in (1, 0)]
+    everything = [costs.pair(p, d) for p in prefills for d in decodes]
+    assert costs.best_pair(prefills, decodes) == min(everything, key=lambda way: (way.full, way.cost))
+
+
+def test_equal_pairs_are_taken_in_order() -> None:
+    equal = [worker(f"w{i}", "prefill" if i % 2 else "decode") for i in range(10)]
+    found = _Costs(Snapshot.of(equal), ASK).best_pair([5, 3, 1], [4, 2, 0])
+    assert (found.prefill, found.decode) == (5, 4)
 
 
 # -- what cannot be divided, and policies -----------------------------------------------------------------
