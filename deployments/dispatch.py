@@ -52,6 +52,7 @@ class Flight:
         held: outputs of decode that arrived before the first token did.
         paid: prompt tokens of this try that were taken from the budget.
         repeated: of what has been passed on, what an attempt that started anew must still produce again.
+        engine_id: the request id that the workers see, of the present try.
 
     """
 
@@ -64,11 +65,7 @@ class Flight:
     repeated: list[int] = field(default_factory=list)
     prefilling: bool = False
     paid: int = 0
-
-    @property
-    def engine_id(self) -> str:
-        """The request id that the workers see."""
-        return f"{self.request.request_id}.{self.attempt}"
+    engine_id: str = ""
 
     @property
     def route(self) -> Route:
@@ -225,6 +222,7 @@ class Dispatcher:
 
     def _launch(self, flight: Flight) -> None:
         self._flights[flight.request.request_id] = flight
+        flight.engine_id = f"{flight.request.request_id}.{flight.attempt}"
         where = flight.route
         prefill, decode = self._workers[where.prefill], self._workers[where.decode]
         flight.prefilling = True

@@ -1,7 +1,7 @@
 """What the gateway costs: CPU time for a request and for a token, added latency, and the router's decisions.
 
 Two systems in one run, in turns: Handoff (`handoff serve` on the fake engine) and vLLM's own server with the
-same fake engine in its engine core. Tokens are computed in no time, so that serving is what is left. CPU time
+same fake engine in its engine core. It computes prompts in no time, so that serving is what is left. CPU time
 is that of the process that listens; neighbours make it dearer, for both: ratios are of the same round.
 """
 
@@ -38,10 +38,12 @@ ENGINE: Final[Mapping[str, Any]] = {
     "max_num_batched_tokens": 2048,
     "max_num_seqs": 256,
 }
-FAKE_ENGINE: Final[Mapping[str, Any]] = {"kv_blocks": 8192}
+FAKE_ENGINE: Final[Mapping[str, Any]] = {"kv_blocks": 8192, "step_ms_per_sequence": 0.2}
+"""Prompts take no time. Tokens after the first come no faster than a gateway can take them: of those that
+come faster, vLLM puts several into one event, and what a token costs would depend on how many."""
 IDLE_S: Final = 3.0
 LEAST_STREAMS: Final = 24
-SHORT, LONG = 8, 136
+SHORT, LONG = 8, 72
 """Tokens of the streams whose difference in CPU time is that of the tokens between."""
 
 Progress = Callable[[str], None]
