@@ -22,6 +22,7 @@ from deployments.estimates import Quantile
 from deployments.prefixes import Prefixes, chain
 from deployments.router import (
     COLUMNS,
+    EXACT,
     SHARE_DECAY_S,
     Ask,
     Link,
@@ -199,7 +200,10 @@ class Fleet:
         """A worker tells its state."""
         index = self._index[name]
         self._seen[index].report = report
-        self._renew(index, self._clock())  # now, not when a request waits for a decision
+        if len(self._states) > EXACT:  # now, not when a request waits for a decision among so many
+            self._renew(index, self._clock())
+        else:
+            self._stale.add(index)
         for peer, rate in report.rates.items():
             if (other := self._index.get(peer)) is not None and rate > 0:
                 self._links[index, other] = replace(self._links.get((index, other), self._link()), rate=rate)

@@ -80,6 +80,17 @@ async def test_messages_arrive_in_order_both_ways(pair: Pair) -> None:
 
 
 @on_loop
+async def test_several_messages_at_once_arrive_one_by_one(pair: Pair) -> None:
+    ours, theirs = await pair.connect()
+    ours.channel.send("first")
+    ours.channel.send(*(("one of", number) for number in range(100)), os.urandom(1 << 20))
+    ours.channel.send("last")
+    await ours.until(lambda: len(theirs.got) == 103)
+    assert theirs.got[1:101] == [("one of", number) for number in range(100)]
+    assert (theirs.got[0], len(theirs.got[101]), theirs.got[102]) == ("first", 1 << 20, "last")
+
+
+@on_loop
 async def test_a_message_larger_than_any_buffer(pair: Pair) -> None:
     ours, theirs = await pair.connect()
     large = os.urandom(20 << 20)

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.datastructures import State
+from starlette.responses import PlainTextResponse
 
 from cluster.file import Limits
 from deployments.edge import Edge
@@ -56,6 +58,26 @@ def answered(refused: bool) -> tuple[int, dict[str, str], str]:
 
     response = asyncio.run(ask())
     return response.status_code, dict(response.headers), response.text
+
+
+def test_what_is_being_answered_is_counted() -> None:
+    state, seen = State(), []
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(state.server_load_metrics)
+        await PlainTextResponse("yes")(scope, receive, send)
+        if scope["path"] == "/v1/completions":
+            raise RuntimeError("broken")
+
+    transport = httpx.ASGITransport(Edge(answer, Limits(), Keys(()), (), state), raise_app_exceptions=False)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            for path in ("/v1/completions", "/v1/models", "/v1/chat/completions"):
+                await client.post(path, json={})
+
+    asyncio.run(ask())
+    assert (seen, state.server_load_metrics) == ([1, 0, 1], 0)
 
 
 def test_a_stream_that_is_refused_before_it_begins_has_the_status() -> None:
