@@ -103,7 +103,7 @@ def test_goodput_of_a_served_load_is_made_of_blocks_of_arrivals(tmp_path: Path) 
     """16 requests in 20 s, of which every other is late; one never came."""
 
     def served(data: dict[str, Any]) -> None:
-        row = {**data["rows"][0], "engine": "fake", "goodput_rps": 0.4}
+        row = {**data["rows"][0], "engine": "fake", "goodput_rps": 0.4, "load_s": 20.0}
         ms = [row["slo"]["ttft_ms"] * (0.5 if i % 2 else 2.0) for i in range(16)]
         requests = [[1.25 * i, 10, 10, ms[i], 1.0, None] for i in range(16)]
         data["rows"] = [row]
