@@ -23,6 +23,9 @@ from deployments.planner import Routing
 from deployments.router import Slo
 
 APP = "handoff"
+GATEWAY_ENV = {"VLLM_CONFIGURE_LOGGING": "0"}
+"""Otherwise vLLM closes the log handlers of Serve, which then takes a gateway that it finds again, after its
+controller or the head was restarted, for a broken one, and replaces it."""
 GRACEFUL_S = 4.0
 """When the application ends, what is being answered has that long to be finished."""
 ENDED_WITHIN_S = 15.0
@@ -154,7 +157,11 @@ def gateways(file: ClusterFile, workers: Sequence[str]) -> serve.Application:
         user_config={"host": file.gateway.host, "port": file.gateway.port},
         graceful_shutdown_timeout_s=DRAIN_S + 10,
         max_surge_percent=100,  # an update starts a replica before it stops one
-        ray_actor_options={"num_cpus": 1, "resources": {GATEWAY: 1}},
+        ray_actor_options={
+            "num_cpus": 1,
+            "resources": {GATEWAY: 1},
+            "runtime_env": {"env_vars": dict(GATEWAY_ENV)},
+        },
     )
     return deployment.bind(spec)
 

@@ -186,6 +186,7 @@ def uvicorn_config(app: Any, limits: Limits) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=limited_protocol(limits),
+        log_config=None,  # its own would close the handlers of Serve, which finds its replicas' logs by them
         log_level="warning",
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
