@@ -267,6 +267,15 @@ def _placement(run: Run) -> Iterator[tuple[Key, Series]]:
         )
 
 
+def _verdict(run: Run) -> Iterator[tuple[Key, Series]]:
+    for row in run.results["rows"]:
+        values = list(row["goodputs_rps"])
+        yield (
+            (f"{row['mix']}/{row['contender']}", "goodput_rps"),
+            Series(row["goodput_rps_p50"], True, values),
+        )
+
+
 SERIES: Final[Mapping[str, Callable[[Run], Iterator[tuple[Key, Series]]]]] = {
     "bench-kv": _kv,
     "bench-serve": _serve,
@@ -274,4 +283,5 @@ SERIES: Final[Mapping[str, Callable[[Run], Iterator[tuple[Key, Series]]]]] = {
     "demo": _demo,
     "probe": _probe,
     "placement": _placement,
+    "verdict": _verdict,
 }

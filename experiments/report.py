@@ -23,6 +23,7 @@ NOT_MEASURED: Final = "not measured"
 MB, KV_MBYTES = 2**20, 109
 GOODPUT: Final = "Does adaptive routing serve more requests in time than the best other mode?"
 KV: Final = "How fast does KV cross?"
+DISAGGREGATE: Final = "Should I disaggregate?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ def page(runs: Sequence[tuple[Path, Run]]) -> str:
 def verdict(runs: Sequence[Run]) -> list[Line]:
     """Return what the runs say, and what they do not."""
     told = "No run has compared both on equal hardware, with real engines and many requests at once."
-    lines = [Line("Should I disaggregate?", NOT_MEASURED, told)]
+    lines = [_disaggregate_line(run) for run in runs if run.kind == "verdict"]
+    lines = lines or [Line(DISAGGREGATE, NOT_MEASURED, told)]
     for kind, (question, said) in _LINES.items():
         of = [run for run in runs if run.kind == kind]
         for run in of:
@@ -80,6 +82,17 @@ def verdict(runs: Sequence[Run]) -> list[Line]:
         if run.kind == placement.KIND:
             lines.append(_placement_line(run))
     return lines
+
+
+def _disaggregate_line(run: Run) -> Line:
+    said = run.results["verdicts"]
+    pays = [one["mix"] for one in said if one["disaggregate"]]
+    answer = f"yes, for {_listed(pays)}" if pays else "don't"
+    figures = "; ".join(f"{one['mix']}: {one['answer']}" for one in said)
+    workers, rate = run.parameters["workers"], run.parameters["gbit_s"]
+    how = "simulated, with steps measured on a real engine"
+    told = f"{workers} engines, link of {rate:.3g} Gbit/s, {how}. {figures}."
+    return Line(DISAGGREGATE, answer, told)
 
 
 def _placement_line(run: Run) -> Line:
@@ -451,6 +464,39 @@ def _plan_parts(run: Run) -> Parts:
     return [Table(f"Layouts, best {run.results['goal']} first (predicted)", columns, cells, notes)], []
 
 
+def _verdict_parts(run: Run) -> Parts:
+    cells, plots = [], []
+    for row in run.results["rows"]:
+        low, high = row["goodput_rps_ci95"] or (0.0, 0.0)
+        cells.append(
+            [
+                f"{row['mix']}, {row['contender']}",
+                f"{row['goodput_rps_p50']:.2f}",
+                f"{low:.2f} to {high:.2f}",
+                f"{row['offered_rps']:.2f}",
+                f"{row['slo']['ttft_ms']:.0f}",
+                f"{row['slo']['tpot_ms']:.1f}",
+            ]
+        )
+    for one in run.results["verdicts"]:
+        drawn = [
+            Bar(
+                row["contender"],
+                row["goodput_rps_p50"],
+                f"{row['goodput_rps_p50']:.2f}",
+                int(row["contender"] != "undivided"),
+                tuple(row["goodput_rps_ci95"]) if row["goodput_rps_ci95"] else None,
+            )
+            for row in run.results["rows"]
+            if row["mix"] == one["mix"]
+        ]
+        title = f"Requests a second in time: {one['mix']}"
+        plots.append((title, Markup(bars.draw(drawn, title))))
+    notes = [f"{one['mix']}: {one['answer']}" for one in run.results["verdicts"]]
+    columns = ("mix, contender", "goodput/s", "95 %", "offered/s", "TTFT objective ms", "TPOT objective ms")
+    return [Table("Undivided against every split, equal engines", columns, cells, notes)], plots
+
+
 _PARTS: Final = {
     "bench-serve": _serve_parts,
     "bench-kv": _kv_parts,
@@ -459,4 +505,5 @@ _PARTS: Final = {
     "probe": _probe_parts,
     "placement": _placement_parts,
     "plan": _plan_parts,
+    "verdict": _verdict_parts,
 }

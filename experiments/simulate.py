@@ -163,6 +163,7 @@ def simulate(
     for (name, _), role in zip(workers.items(), roles, strict=True):
         fleet.add(_info(name, role, plant))
     served: dict[int, Served] = {}
+    links: dict[str, float] = {}
     open_requests = [len(arrivals)]
 
     def report(now: float) -> None:
@@ -209,8 +210,14 @@ def simulate(
             token(at)
             if arrival.output == 1:
                 return
-            last = min(arrival.prompt, plant.chunk) * plant.kv_bytes / plant.link_rate
-            wake(at + plant.handover_s + last, arrived)
+            # All but the last chunk may go while prefill runs; a sender's link carries one after the other.
+            last, whole_s = (
+                tokens * plant.kv_bytes / plant.link_rate
+                for tokens in (min(arrival.prompt, plant.chunk), arrival.prompt)
+            )
+            sent = max(at + last, max(now, links.get(where.prefill, 0.0)) + whole_s)
+            links[where.prefill] = sent
+            wake(sent + plant.handover_s, arrived)
 
         def arrived(at: float) -> None:
             rest = _Part(number, arrival.prompt, arrival.output - 1, blocks, computed=arrival.prompt)

@@ -38,6 +38,7 @@ from handoff import (
     serve,
     status,
     trace,
+    verdict,
 )
 
 app = typer.Typer(
@@ -49,7 +50,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS: Final = (demo, nodes, status, render, serve, trace, chaos, probe, plan, compare, doctor, report)
+_COMMANDS: Final = (
+    demo,
+    nodes,
+    status,
+    render,
+    serve,
+    trace,
+    chaos,
+    probe,
+    plan,
+    verdict,
+    compare,
+    doctor,
+    report,
+)
 _GROUPS: Final = {"model": model, "bench": bench, "experiment": experiment}
 
 

@@ -1,0 +1,194 @@
+"""Should I disaggregate? Equal workers, undivided against every split of them, under one load.
+
+Every contender serves the same requests on simulated engines (``experiments/simulate.py``, the real router)
+whose steps take what a real engine took on this machine (``experiments/verdict_engine.py``). Its goodput is
+requests a second that meet both objectives, at the offered rate that suits it best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
+from typing import Any, Final
+
+from actors.steps import StepModel
+from deployments.router import Policy, Slo
+from experiments.compare import of_median
+from experiments.simulate import Plant, simulate
+from experiments.workload import MIXES, Mix, arrivals
+
+KIND: Final = "verdict"
+UNDIVIDED: Final = "undivided"
+RATES: Final = (0.15, 0.18, 0.22, 0.27, 0.33, 0.41, 0.5, 0.61, 0.74, 0.9, 1.1)
+"""Offered rates, by what all workers together could serve without waiting."""
+SEARCHED: Final = 2
+"""Loads that choose each contender's rate; others then judge it, so that the choice flatters nobody."""
+TTFT_TIMES, TPOT_TIMES = 5.0, 2.0
+"""Objectives unless given: so many times what the mix's mean request takes alone on an idle engine."""
+Progress = Callable[[str], None]
+
+
+class VerdictError(RuntimeError):
+    """The question cannot be answered as it was asked; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What is asked.
+
+    Attributes:
+        model: local path or hub id.
+        workers: how many engines, however they are divided.
+        mixes: names in ``workload.MIXES``.
+        ttft_ms, tpot_ms: objectives; None: see ``TTFT_TIMES``.
+        gbit_s: KV's rate between two workers.
+        handover_ms: fixed time of a handover.
+        seconds: of each load.
+        loads: how many judge.
+        seed: of the first.
+
+    """
+
+    model: str
+    workers: int = 2
+    mixes: tuple[str, ...] = tuple(MIXES)
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    gbit_s: float = 10.0
+    handover_ms: float = 20.0
+    seconds: float = 20.0
+    loads: int = 9
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Workers of each role, and how requests are routed to them."""
+
+    name: str
+    prefills: int
+    decodes: int
+    policy: Policy
+
+
+def contenders(workers: int) -> list[Contender]:
+    """Return the undivided one, and each split: dividing always, and where the router thinks it pays."""
+    found = [Contender(UNDIVIDED, 1, workers - 1, "replicas")]
+    for prefills in range(1, workers):
+        split = f"{prefills}p{workers - prefills}d"
+        found.append(Contender(f"{split} always", prefills, workers - prefills, "always"))
+        found.append(Contender(f"{split} adaptive", prefills, workers - prefills, "adaptive"))
+    return found
+
+
+def alone(step: StepModel, mix: Mix, chunk: int) -> tuple[float, float]:
+    """Return seconds to the first token, and per token, of a mix's mean request on an idle engine."""
+    prompt = mean(mix.prompt)
+    return step.prefill_s(prompt, 0) + step.base * max(1, round(prompt / chunk)), step.decode_s(1, prompt)
+
+
+def capacity(step: StepModel, mix: Mix, workers: int, slots: int) -> float:
+    """Return about how many requests a second all workers can compute, with full batches."""
+    prompt, output = mean(mix.prompt), mean(mix.output)
+    each_token = step.decode_s(slots, slots * prompt) / slots
+    return workers / (step.prefill_s(prompt, 0) + output * each_token)
+
+
+def judged(parameters: Parameters, step: StepModel, plant: Plant, progress: Progress) -> dict[str, Any]:
+    """Return rows, one for each mix and contender, and the verdict on each mix."""
+    rows: list[dict[str, Any]] = []
+    verdicts = []
+    for name in parameters.mixes:
+        objectives = objective(parameters, step, MIXES[name], plant.chunk)
+        of_mix = {
+            one.name: _row(parameters, name, one, objectives, step, plant)
+            for one in contenders(parameters.workers)
+        }
+        rows += of_mix.values()
+        verdicts.append(verdict(name, of_mix))
+        progress(f"{name}: {verdicts[-1]['answer']}")
+    return {"rows": rows, "verdicts": verdicts}
+
+
+def objective(parameters: Parameters, step: StepModel, mix: Mix, chunk: int) -> Slo:
+    """Return the objectives of a mix, in seconds."""
+    first, each = alone(step, mix, chunk)
+    ttft_ms, tpot_ms = parameters.ttft_ms, parameters.tpot_ms
+    return Slo(
+        TTFT_TIMES * first if ttft_ms is None else ttft_ms / 1e3,
+        TPOT_TIMES * each if tpot_ms is None else tpot_ms / 1e3,
+    )
+
+
+def _row(
+    parameters: Parameters, mix: str, one: Contender, slo: Slo, step: StepModel, plant: Plant
+) -> dict[str, Any]:
+    own = replace(plant, prefills=one.prefills, decodes=one.decodes, step=step)
+    most = capacity(step, MIXES[mix], parameters.workers, plant.slots)
+    assert slo.ttft_s is not None
+    assert slo.tpot_s is not None
+
+    def goodput(rate: float, seed: int) -> float:
+        load = arrivals(MIXES[mix], rate, parameters.seconds, seed)
+        served = simulate(load, one.policy, own, slo)
+        return sum(of.good(slo.ttft_s or 0, slo.tpot_s or 0) for of in served) / parameters.seconds
+
+    rates = [most * share for share in RATES]
+    searched = range(parameters.seed, parameters.seed + SEARCHED)
+    best = max(rates, key=lambda rate: sum(goodput(rate, seed) for seed in searched))
+    judges = range(searched.stop, searched.stop + parameters.loads)
+    found = [round(goodput(best, seed), 4) for seed in judges]
+    bounds = of_median(found)
+    return {
+        "mix": mix,
+        "contender": one.name,
+        "prefills": one.prefills,
+        "decodes": one.decodes,
+        "policy": one.policy,
+        "offered_rps": round(best, 4),
+        "goodput_rps_p50": round(median(found), 4),
+        "goodput_rps_ci95": None if bounds is None else list(bounds),
+        "goodputs_rps": found,
+        "slo": {"ttft_ms": round(slo.ttft_s * 1e3, 1), "tpot_ms": round(slo.tpot_s * 1e3, 1)},
+    }
+
+
+def verdict(mix: str, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return whether a split serves more of a mix than the undivided workers do, beyond noise.
+
+    Loads are paired: the ratio is taken load by load, and its interval is that of their median
+    (``compare.of_median``). The split looked at is the best of several, which flatters it a little.
+    """
+    plain = rows[UNDIVIDED]
+    best = max(
+        (row for name, row in rows.items() if name != UNDIVIDED), key=lambda row: row["goodput_rps_p50"]
+    )
+    ratios = paired(best["goodputs_rps"], plain["goodputs_rps"])
+    bounds = of_median(ratios)
+    pays = bounds is not None and bounds[0] > 1
+    worse = bounds is not None and bounds[1] < 1
+    ratio = median(ratios) if ratios else None
+    told = (
+        "" if ratio is None or bounds is None else f": {ratio:.2f} times ({bounds[0]:.2f} to {bounds[1]:.2f})"
+    )
+    answer = (
+        f"disaggregate, {best['contender']}"
+        if pays
+        else "don't"
+        if worse
+        else "don't: no difference beyond noise"
+    )
+    return {
+        "mix": mix,
+        "disaggregate": pays,
+        "contender": best["contender"],
+        "ratio": None if ratio is None else round(ratio, 4),
+        "ratio_ci95": None if bounds is None else list(bounds),
+        "answer": answer + told,
+    }
+
+
+def paired(values: Sequence[float], of: Sequence[float]) -> list[float]:
+    """Return the ratios of values of the same loads, without those whose divisor is 0."""
+    return [round(one / other, 4) for one, other in zip(values, of, strict=True) if other]
