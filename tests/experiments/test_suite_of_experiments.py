@@ -3,8 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
 from experiments.results import Run, load
 from experiments.suite import Step, done, run_all
+from handoff import experiment
+from handoff.cli import app
+
+HERE = Path(__file__).parent
 
 
 def step(kind: str, asked: list[str], fails: bool = False, resumes: bool = False, **parameters: Any) -> Step:
@@ -55,3 +62,31 @@ def test_one_that_resumes_is_always_asked(tmp_path: Path) -> None:
     run_all(tmp_path, steps, print)
     run_all(tmp_path, steps, print)
     assert asked == ["a", "a"]
+
+
+def test_the_command_writes_a_page_and_goes_on_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planner is real, on a stored map; what fails the first time is all that runs the second time."""
+    given = {
+        "model": str(HERE / "plan_models" / "mistral-7b.json"),
+        "map": str(HERE / "maps" / "limited-1g.json"),
+    }
+    machines = HERE.parents[1] / "examples" / "machines.yaml"
+    asked: list[str] = []
+
+    def steps(*_: Any, **__: Any) -> list[Step]:
+        def plan(_: Path) -> Run:
+            asked.append("plan")
+            return experiment._planned(given["model"], machines, Path(given["map"]), given)
+
+        return [step("race", asked, fails="race" not in asked), Step("plan", given, plan)]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiment, "_steps", steps)
+    first = CliRunner().invoke(app, ["experiment", "all"])
+    assert first.exit_code == 1
+    assert "replicas-2" in Path("results/report.html").read_text()
+    second = CliRunner().invoke(app, ["experiment", "all"])
+    assert second.exit_code == 0, second.output
+    assert asked == ["race", "plan", "race"]
