@@ -442,22 +442,22 @@ class _Costs:
         """
         if len(prefills) * len(decodes) <= FEW_PAIRS:
             return min((self.pair(p, d) for p in prefills for d in decodes), key=_rank)
-        fills = [(self._of_filling(fill := self._fill(p)), fill.full, p) for p in prefills]
+        fills = [(self._of_filling(fill := self._fill(p)), fill, p) for p in prefills]
         writes = [(self._of_writing(write := self._write(d)), write.room > 0, d) for d in decodes]
         bounds = sorted(
-            (full or no_room, filling + writing, place, p, d)
-            for place, ((filling, full, p), (writing, no_room, d)) in enumerate(
+            (fill.full or no_room, not fill.meets, filling + writing, place, p, d)
+            for place, ((filling, fill, p), (writing, no_room, d)) in enumerate(
                 itertools.product(fills, writes)
             )
         )
-        best: tuple[bool, float, int] | None = None
+        best: tuple[bool, bool, float, int] | None = None
         taken: _Way | None = None
-        for full, bound, place, p, d in bounds:
-            if best is not None and (full, bound * (1 - ROUNDING)) > best[:2]:
+        for full, misses, bound, place, p, d in bounds:
+            if best is not None and (full, misses, bound * (1 - ROUNDING)) > best[:3]:
                 break
             way = self.pair(p, d)
-            if best is None or (way.full, way.cost, place) < best:
-                best, taken = (way.full, way.cost, place), way
+            if best is None or (*_rank(way), place) < best:
+                best, taken = (*_rank(way), place), way
         assert taken is not None
         return taken
 

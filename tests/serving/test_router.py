@@ -20,6 +20,8 @@ from deployments.router import (
     Snapshot,
     WorkerState,
     _Costs,
+    _rank,
+    _Way,
     route,
 )
 from deployments.split import Mode
@@ -216,10 +218,20 @@ def test_the_best_pair_is_found_without_looking_at_all(seed: int, mode: Mode) ->
         for d in range(30)
         if drawn.random() < 0.5
     }
-    costs = _Costs(Snapshot.of(workers, links=links, kv_bytes=1e4, now=1.0), replace(ask, mode=mode))
+    snapshot = Snapshot.of(workers, links=links, kv_bytes=1e4, now=1.0)
     prefills, decodes = [list(range(start, 30, 2)) for start in (1, 0)]
-    everything = [costs.pair(p, d) for p in prefills for d in decodes]
-    assert costs.best_pair(prefills, decodes) == min(everything, key=lambda way: (way.full, way.cost))
+
+    def pairs(costs: _Costs) -> list[_Way]:
+        return [costs.pair(p, d) for p in prefills for d in decodes]
+
+    times = pairs(_Costs(snapshot, replace(ask, mode=mode, slo=Slo())))
+    for share in (0.02, 0.2, 0.5):  # of the pairs that meet each objective, about
+        at = int(len(times) * share)
+        slo = Slo(sorted(way.ttft for way in times)[at], sorted(way.tpot for way in times)[at])
+        costs = _Costs(snapshot, replace(ask, mode=mode, slo=slo))
+        assert costs.best_pair(prefills, decodes) == min(pairs(costs), key=_rank)
+    plain = _Costs(snapshot, replace(ask, mode=mode, slo=Slo()))
+    assert plain.best_pair(prefills, decodes) == min(times, key=_rank)
 
 
 def test_equal_pairs_are_taken_in_order() -> None:
