@@ -11,6 +11,7 @@ from kubernetes_lab import PROJECT, Lab, up
 from experiments import models as made
 
 STEPS = pytest.StashKey[list[tuple[str, str, float]]]()
+FAILED = pytest.StashKey[bool]()
 WHERE = pytest.StashKey[str]()
 
 
@@ -50,9 +51,8 @@ def models() -> Path:
 
 @pytest.fixture(autouse=True)
 def explained(lab: Lab, request: pytest.FixtureRequest) -> Iterator[None]:
-    failed = request.session.testsfailed
     yield
-    if request.session.testsfailed > failed:
+    if request.node.stash.get(FAILED, False):
         print(lab.look())
 
 
@@ -61,6 +61,7 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    item.stash[FAILED] = report.failed
     if report.when == "call" or report.outcome != "passed":
         item.config.stash[STEPS].append((item.name, report.outcome, report.duration))
     return report

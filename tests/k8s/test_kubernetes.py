@@ -12,7 +12,7 @@ from kubernetes_lab import CLIENT, PROJECT, Lab, Load, run, until
 
 NAME = "lab"
 SERVICE = f"{NAME}-serve-svc"
-READY_WITHIN_S = 300.0
+READY_WITHIN_S = 600.0
 BACK_WITHIN_S = 180.0
 GONE_WITHIN_S = 120.0
 VLLM = {"max_model_len": 4096, "max_num_batched_tokens": 512, "enforce_eager": True, "dtype": "bfloat16"}
