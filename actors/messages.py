@@ -28,7 +28,7 @@ class WorkerSpec:
 
     Attributes:
         name: unique in the cluster; also the Ray actor's name.
-        role: what the router asks of it first; every worker can do both.
+        role: what the router asks of it first, until it is told another; every worker can do both.
         model: local path or hub id, read from the worker's own disk.
         engine: options passed to vLLM unchanged.
         transport: name of the KV transport; ``auto`` for all there are, and a ladder over them.
@@ -308,12 +308,44 @@ class LoadReport:
         step: what its steps take, as estimated now.
         others: requests that other gateways have sent.
         rates: estimated bytes per second of KV to peers, by name; empty: as before.
+        role: which it has now; None: as before.
 
     """
 
     step: StepModel
     others: Load = Load()
     rates: Mapping[str, float] = field(default_factory=dict)
+    role: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Burden:
+    """What the role of a worker is decided from.
+
+    Attributes:
+        role: which it has now.
+        node: where it is.
+        pid: of its process; another one has been started anew.
+        prompts_s: what the prompts that wait there will take, or what is left of them.
+        prompting_s: what steps took that computed prompts, since the start.
+        decoding: sequences that it decodes; those that wait for their KV are not among them.
+        context: tokens of those.
+        slots: sequences that it runs at once.
+        kv_tokens: tokens that its KV cache has room for.
+        step: what its steps take.
+
+    """
+
+    role: Role
+    node: str
+    pid: int
+    prompts_s: float
+    prompting_s: float
+    decoding: int
+    context: int
+    slots: int
+    kv_tokens: int
+    step: StepModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +394,8 @@ class WorkerStats:
         tier: counters of the bucket's tier by name (``actors/tier.py``), since the start; empty without one.
         stepped: requests that the engine steps.
         waiting: those that wait there, for a step or for KV.
+        role: which it has now.
+        role_changes: how often it got a role, by ``role reason``, since the start.
 
     """
 
@@ -383,3 +417,5 @@ class WorkerStats:
     tier: Mapping[str, int] = field(default_factory=dict)
     stepped: int = 0
     waiting: int = 0
+    role: Role = "prefill"
+    role_changes: Mapping[str, int] = field(default_factory=dict)

@@ -20,7 +20,7 @@ class WorkerState:
 
     Attributes:
         name: of its actor.
-        role: prefill or decode.
+        role: prefill or decode: the one that it has now, if it is ready; else that of the cluster file.
         node: where it is; "-" if that is not known.
         state: ready to serve; starting (loads the model); lost (Ray starts it again); silent (no answer in
             time); absent (nobody has started it).
@@ -44,7 +44,7 @@ class WorkerState:
 
 
 def overview(roles: Mapping[str, Role], within_s: float = 3.0) -> list[WorkerState]:
-    """Return the state of the workers of these names; all of them are asked at once."""
+    """Return the state of the workers of these names (and first roles); all of them are asked at once."""
     asked: dict[str, Sequence[Any] | None] = {}
     for name in roles:
         try:
@@ -68,7 +68,8 @@ def _state(name: str, role: Role, answers: Sequence[Any] | None) -> WorkerState:
     except ray.exceptions.RayError:
         return WorkerState(name, role, "-", "lost")
     try:
-        return WorkerState(name, role, node, "ready", ray.get(answers[1], timeout=0))
+        stats: WorkerStats = ray.get(answers[1], timeout=0)
+        return WorkerState(name, stats.role, node, "ready", stats)
     except ray.exceptions.RayTaskError:  # it has no engine yet
         return WorkerState(name, role, node, "starting")
     except ray.exceptions.GetTimeoutError:

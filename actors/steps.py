@@ -95,6 +95,8 @@ class Meter:
         self._model = PRIOR
         self._stale = False
         self._lock = threading.Lock()
+        self.prompting_s = 0.0
+        """What steps took that computed prompts, since the start."""
 
     def planned(self, work: Work, now: float | None = None) -> None:
         """A step has been scheduled."""
@@ -116,6 +118,7 @@ class Meter:
             expected = max(float(features @ (np.array(astuple(self._model)) / self._scale)), 1e-5)
             off = abs(seconds - expected) / expected
             kind = int(work.tokens > 0)
+            self.prompting_s += seconds * kind
             trust = min(1.0, TRUSTED / off) if off > 0 and self._weight[kind] > 1 else 1.0
             weight = trust / max(seconds, expected) ** 2
             self._gram[kind] = FORGET * self._gram[kind] + weight * np.outer(features, features)

@@ -13,10 +13,12 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -30,6 +32,7 @@ from actors.messages import (
     Abort,
     Again,
     Announce,
+    Burden,
     Chunk,
     Delivery,
     Handover,
@@ -40,6 +43,7 @@ from actors.messages import (
     OutputBatch,
     Probe,
     ReceiveFrom,
+    Role,
     SenderLost,
     Submit,
     Taken,
@@ -50,6 +54,7 @@ from actors.messages import (
 from actors.peers import OnTaken, Peers
 from actors.rungs import Rungs
 from actors.secret import CHANNEL_PURPOSE, data_plane_key
+from actors.steps import StepModel
 from actors.transports import make_transports, open_bucket
 from actors.versions import versions
 from cluster.fake import FAKE
@@ -65,6 +70,7 @@ if TYPE_CHECKING:
     from kv.sweep import Sweeper
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SWEEP_S = 0.25
 CALL_TIMEOUT_S = 60.0
@@ -97,6 +103,7 @@ class Worker:
         self._sweeper: asyncio.Task[None] | None = None
         self._bucket: Bucket | None = None
         self._bucket_sweeper: Sweeper | None = None
+        self._role_changes: Counter[str] = Counter()
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -137,7 +144,31 @@ class Worker:
             link.layout.require_compatible(peer.layout)
             if link.tier is not None:
                 link.tier.recall.learn(peer.layout)
-        ways = [peer for peer in peers if (self._spec.role, peer.role) == ("prefill", "decode")]
+        return await self._meet(peers) if self._info_now().role == "prefill" else []
+
+    async def become(self, role: Role, reason: str, peers: list[WorkerInfo]) -> list[str]:
+        """Take another role; gateways are told within a moment. What is under way here is finished here.
+
+        Args:
+            role: which; that it has already is no error.
+            reason: why, in a word, for metrics.
+            peers: the other workers; to those that decode the way is measured before a prefill worker says
+                that it is one. Returns what ``connect`` does.
+
+        """
+        info = self._info_now()
+        if info.role == role:
+            return []
+        ways = await self._meet(peers) if role == "prefill" else []
+        self._info = replace(info, role=role)
+        self._role_changes[f"{role} {reason}"] += 1
+        logger.info("worker %s was %s and is %s now (%s)", info.name, info.role, role, reason)
+        return ways
+
+    async def _meet(self, peers: Sequence[WorkerInfo]) -> list[str]:
+        """Measure the way to those that decode; return a line for each."""
+        link = self._link_now()
+        ways = [peer for peer in peers if peer.role == "decode"]
         for peer in ways:
             link.rungs.meet(peer.name, peer.node, peer.transports)
         if ways:  # what takes longer goes on behind our back
@@ -193,16 +224,40 @@ class Worker:
             tier={} if link.tier is None else link.tier.counters(),
             stepped=stepped,
             waiting=waiting,
+            role=self._info_now().role,
+            role_changes=dict(self._role_changes),
+        )
+
+    async def burden(self) -> Burden:
+        """Return what this worker's role is decided from."""
+        info, meter = self._info_now(), self._link_now().meter
+        model = meter.model()
+        prompts_s, decoding, context = await self._on_engine(partial(_work_of, model))
+        return Burden(
+            role=info.role,
+            node=info.node,
+            pid=info.pid,
+            prompts_s=prompts_s,
+            prompting_s=meter.prompting_s,
+            decoding=decoding,
+            context=context,
+            slots=info.slots,
+            kv_tokens=info.kv_blocks * info.layout.block_size,
+            step=model,
         )
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; returns False while requests hold blocks."""
-        done: asyncio.Future[bool] = self._loop.create_future()
+        return await self._on_engine(lambda core: bool(core.reset_prefix_cache()))
 
-        def reset(core: EngineCore) -> None:
-            self._loop.call_soon_threadsafe(done.set_result, bool(core.reset_prefix_cache()))
+    async def _on_engine(self, do: Callable[[Any], T]) -> T:
+        """Return what a function of the engine core returns between two steps."""
+        done: asyncio.Future[T] = self._loop.create_future()
 
-        self._engine.call(reset)
+        def act(core: EngineCore) -> None:
+            self._loop.call_soon_threadsafe(_answer, done, do(core))
+
+        self._engine.call(act)
         return await asyncio.wait_for(done, CALL_TIMEOUT_S)
 
     async def stop(self) -> None:
@@ -457,12 +512,17 @@ class Worker:
             total = Load(
                 sum(o.tokens for o in others), sum(o.running for o in others), sum(o.context for o in others)
             )
-            self._put(client, OutputBatch((), load=LoadReport(model, total, rates)))
+            self._put(client, OutputBatch((), load=LoadReport(model, total, rates, self._info_now().role)))
 
     def _link_now(self) -> Link:
         if self._link is None:
             raise WorkerError(f"worker {self._spec.name} has not started")
         return self._link
+
+    def _info_now(self) -> WorkerInfo:
+        if self._info is None:
+            raise WorkerError(f"worker {self._spec.name} has not started")
+        return self._info
 
     async def _sweep(self) -> None:
         probing: asyncio.Task[None] | None = None
@@ -472,10 +532,9 @@ class Worker:
             link = self._link_now()
             link.receiver.sweep()
             link.sender.sweep()
-            if (
-                self._gateways
-                and (now := (self._engine.steps, len(self._gateways), link.rungs.rates())) != told
-            ):
+            role = self._info_now().role
+            now = (self._engine.steps, len(self._gateways), link.rungs.rates(), role)
+            if self._gateways and now != told:
                 told = now
                 self._engine.call(self._report)
             if link.tier is not None:
@@ -493,9 +552,20 @@ def _with(load: Load, request: Any) -> Load:
     return Load(load.tokens + left, load.running + 1, load.context + request.num_tokens)
 
 
-def _answer(done: asyncio.Future[float | None], seconds: float | None) -> None:
+def _work_of(model: StepModel, core: Any) -> tuple[float, int, int]:
+    """Return what the prompts that wait will take, the sequences that decode, and their context."""
+    prompts_s, decoding, context = 0.0, 0, 0
+    for request in core.scheduler.requests.values():
+        if left := _with(Load(), request).tokens:
+            prompts_s += model.prefill_s(left, request.num_computed_tokens)
+        elif request.status.name == "RUNNING":
+            decoding, context = decoding + 1, context + request.num_tokens
+    return prompts_s, decoding, context
+
+
+def _answer(done: asyncio.Future[T], value: T) -> None:
     if not done.done():  # whoever asked may be gone
-        done.set_result(seconds)
+        done.set_result(value)
 
 
 def _close(receiver: Receiver, request_id: str, core: object) -> None:

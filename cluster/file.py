@@ -233,6 +233,24 @@ class Links(_Model):
         return self.nodes.get(node, self.gbit_s)
 
 
+class Roles(_Model):
+    """When workers on nodes of `role: both` change between prefill and decode, by load and without a restart.
+
+    change: whether they do. prompts_s: prefill is short of workers when prompts wait for more seconds than
+    that at each; by default half of slo.ttft_ms, or 1. occupied: decode is when more than this share of its
+    slots, its KV cache or of what slo.tpot_ms allows is taken. spare: the other role gives a worker if
+    without it no more than this share of its limit would be used. smooth_s: time constant of all these
+    figures. hold_s: a worker keeps a role for that long at least.
+    """
+
+    change: bool = True
+    prompts_s: Annotated[float, Field(gt=0)] | None = None
+    occupied: Annotated[float, Field(gt=0, le=1)] = 0.8
+    spare: Annotated[float, Field(gt=0, lt=1)] = 0.7
+    smooth_s: Annotated[float, Field(gt=0)] = 5
+    hold_s: Annotated[float, Field(ge=0)] = 60
+
+
 class Recompute(_Model):
     """How many prompt tokens decode workers may prefill for themselves, after handovers that failed.
 
@@ -291,6 +309,7 @@ class ClusterFile(_Model):
     s3: the bucket that they go through when no direct way works; none unless set.
     tls: certificates to encrypt KV with: it goes directly (tcp) then, or through the bucket, not through Ray.
     router: how requests are routed. slo: objectives, beyond which requests are refused; none unless set.
+    roles: when workers on nodes of `role: both` change their role.
     hosts: the machines of the nodes, for `ray up`. aws: what it rents them with. kubernetes: what is needed
     where the nodes are pods. links: what links to emulate between nodes on this machine.
     """
@@ -309,6 +328,7 @@ class ClusterFile(_Model):
     recompute: Recompute = Recompute()
     router: Router = Router()
     slo: Slo = Slo()
+    roles: Roles = Roles()
     gateway: Gateway = Gateway()
     nodes: Annotated[Mapping[Name, NodeGroup], Field(min_length=1)]
     workers: Workers = Workers()
@@ -487,6 +507,13 @@ class ClusterFile(_Model):
             for role, workers in self.workers.items()
             for index in range(workers.count)
         ]
+
+    def may_take(self, role: Role, node: str) -> bool:
+        """Whether a worker on `node` may change to `role`. Raises KeyError for other names."""
+        spec = self.node(node).spec
+        workers = self.workers.prefill if role == "prefill" else self.workers.decode
+        labelled = all(spec.labels.get(key) == value for key, value in workers.labels.items())
+        return spec.role == "both" and workers.node in (None, node) and labelled
 
     def model_on(self, node: str) -> str:
         """Path or hub id of the weights on the node called `node`."""

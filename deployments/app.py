@@ -15,6 +15,7 @@ from actors.peers import NAMESPACE
 from cluster import api_keys
 from cluster.file import ClusterFile, Objectives
 from cluster.names import GATEWAY
+from deployments import roles
 from deployments.errors import StartError
 from deployments.gateway import DRAIN_S, Gateway, GatewaySpec, listen
 from deployments.options import server_arguments
@@ -65,6 +66,7 @@ def start(file: ClusterFile, progress: Progress) -> Serving:
     workers = start_workers(file, progress)
     try:
         url = _run_gateways(file, [worker.info.name for worker in workers], progress)
+        roles.begin(file)
     except BaseException:
         _stop(workers)
         raise
@@ -92,6 +94,7 @@ def update(file: ClusterFile, progress: Progress) -> None:
 
 def _stop(workers: Sequence[PlacedWorker]) -> None:
     """Gateways may finish what they are answering for a while; without workers, that ends."""
+    roles.end()
     ending = threading.Thread(target=_shutdown, name="serve.shutdown", daemon=True)
     ending.start()
     ending.join(GRACEFUL_S)

@@ -131,6 +131,7 @@ class Dispatcher:
                 "role": w.info.role,
                 "alive": w.alive,
                 "node": w.info.node,
+                "pid": w.info.pid,
                 **self.planner.fleet.describe(w.info.name),
                 **(asdict(own) if isinstance(own, WorkerStats) else {}),
             }
@@ -181,6 +182,7 @@ class Dispatcher:
         received = time.monotonic()
         if batch.load is not None:
             self.planner.fleet.report(worker.info.name, batch.load)
+            worker.info = replace(worker.info, role=batch.load.role or worker.info.role)
         ready: list[EngineCoreOutput] = []
         if batch.frame:
             for output in decode_outputs(batch.frame).outputs:

@@ -14,6 +14,7 @@ import ray
 from actors.messages import Role
 from actors.overview import overview
 from actors.peers import NAMESPACE
+from deployments import roles as balancer
 
 TOLD_EVERY_S = 2.0
 
@@ -31,6 +32,7 @@ def drain(roles: Mapping[str, Role], progress: Callable[[str], None], within_s: 
     """
     if not any(worker.state != "absent" for worker in overview(roles)):
         return
+    balancer.end()
     progress("no new requests; those that are being answered come to their end")
     ending = threading.Thread(target=_shutdown, args=(within_s,), name="serve.shutdown", daemon=True)
     ending.start()

@@ -199,7 +199,9 @@ class Fleet:
     def report(self, name: str, report: LoadReport) -> None:
         """A worker tells its state."""
         index = self._index[name]
-        self._seen[index].report = report
+        seen = self._seen[index]
+        seen.report = report
+        seen.info = replace(seen.info, role=report.role or seen.info.role)
         if len(self._states) > EXACT:  # now, not when a request waits for a decision among so many
             self._renew(index, self._clock())
         else:

@@ -16,6 +16,7 @@ from ray.serve import Application
 from actors.peers import NAMESPACE
 from cluster.file import ClusterFile
 from cluster.nodes import wait_for_nodes
+from deployments import roles
 from deployments.app import gateways, running_workers
 from deployments.place import start_workers, stop_workers
 
@@ -37,7 +38,9 @@ def app(args: Mapping[str, Any]) -> Application:
     wanted = [ask.name for ask in file.asks()]
     found = running_workers()
     if found != set(wanted):
+        roles.end()
         stop_workers([ray.get_actor(name, namespace=NAMESPACE) for name in sorted(found)])
         wait_for_nodes(file, logger.info, PODS_S)
         start_workers(file, logger.info)
+    roles.begin(file)
     return gateways(file, wanted)

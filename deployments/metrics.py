@@ -182,6 +182,11 @@ def families(workers: Sequence[Seen]) -> Iterator[Metric]:
         "Measured rate of the link from a worker to a peer, by transport; 0 while it is broken",
         labels=(*WORKER, "peer", "rung"),
     )
+    changes = CounterMetricFamily(
+        "handoff_role_changes",
+        "How often a worker got another role, by which and why",
+        labels=("worker", "to", "reason"),
+    )
     gauges = {
         field: GaugeMetricFamily(f"handoff_{name}", text, labels=WORKER)
         for name, (text, field) in _GAUGES.items()
@@ -210,6 +215,8 @@ def families(workers: Sequence[Seen]) -> Iterator[Metric]:
             failed.add_metric((*labels, *key.split(" ")), count)
         for key, rate in stats.rates.items():
             rates.add_metric((*labels, *key.split(" ")), rate)
+        for key, count in stats.role_changes.items():
+            changes.add_metric((worker.name, *key.split(" ")), count)
         for field, gauge in gauges.items():
             gauge.add_metric(labels, getattr(stats, field))
         for field, counter in counters.items():
@@ -223,6 +230,7 @@ def families(workers: Sequence[Seen]) -> Iterator[Metric]:
         nbytes,
         failed,
         rates,
+        changes,
         *gauges.values(),
         *counters.values(),
         *tier.values(),

@@ -399,6 +399,7 @@ def cluster_file(parameters: Parameters) -> dict[str, Any]:
             }
         },
         "workers": {"prefill": {"count": plant.prefills}, "decode": {"count": plant.decodes}},
+        "roles": {"change": False},  # as simulated, and the same for each mode
     }
     return data
 

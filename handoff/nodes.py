@@ -133,7 +133,7 @@ def _about_files() -> str:
         f"[bold]A cluster file[/bold] with two groups of nodes, three nodes in all:\n\n{lines}\n\n"
         "A worker takes a slot of its role, and its CPUs, on a node. Sizes have units (8GiB, 500MB); those "
         "of times are in the key (ttft_ms, timeout_s). Also: gateway (host, port), transport, s3, tls, "
-        "router, slo, hosts, kubernetes. All keys, by example: docs/clusters.md."
+        "router, slo, roles, hosts, kubernetes. All keys, by example: docs/clusters.md."
     )
 
 

@@ -13,6 +13,7 @@ from actors.frames import decode_request, encode_outputs
 from actors.messages import (
     Handed,
     Handover,
+    LoadReport,
     ModelFiles,
     OutputBatch,
     Recalled,
@@ -21,6 +22,7 @@ from actors.messages import (
     SendTo,
     WorkerInfo,
 )
+from actors.steps import StepModel
 from deployments.budget import Budget
 from deployments.dispatch import Dispatcher
 from deployments.errors import NoWorker, Overloaded, RequestLost, Unmeetable
@@ -147,6 +149,27 @@ async def test_prefill_then_decode(pair: Pair) -> None:
     assert (pair.tokens, pair.finished) == ([7, 8, 9], FinishReason.STOP)
     assert pair.idle()
     assert pair.record.facts["attempts"] == 1
+
+
+@scenario
+async def test_a_role_that_changes_amid_an_answer_is_for_later_requests(pair: Pair) -> None:
+    await pair.submit()
+    await pair.output(pair.p, 7, end=FinishReason.LENGTH)
+    await pair.output(pair.d, 8)
+    for worker, role in ((pair.p, "decode"), (pair.d, "prefill")):
+        report = LoadReport(StepModel(), role=role)  # type: ignore[arg-type]
+        pair.dispatcher.on_batch(worker, OutputBatch((), load=report))  # type: ignore[arg-type]
+    await pair.output(pair.d, 9, end=FinishReason.STOP)
+    assert (pair.tokens, pair.finished) == ([7, 8, 9], FinishReason.STOP)
+    assert pair.idle()
+    assert (pair.p.info.role, pair.d.info.role) == ("decode", "prefill")
+    pair.tokens.clear()
+    await pair.submit()
+    assert pair.d.handovers[1:] == [SendTo("p")]
+    await pair.output(pair.d, 7, end=FinishReason.LENGTH)
+    await pair.output(pair.p, 8, end=FinishReason.STOP)
+    assert pair.tokens == [7, 8]
+    assert pair.idle()
 
 
 @scenario

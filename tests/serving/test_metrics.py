@@ -70,10 +70,14 @@ def test_workers_counters_become_metrics() -> None:
         tier={name: count for count, name in enumerate(COUNTERS, 100)},
         stepped=11,
         waiting=12,
+        role_changes={"prefill prompts": 13},
     )
     workers = [Seen("w", "decode", "n", 10, True, stats), Seen("gone", "decode", "n", 10, False, None)]
     samples = [sample for family in families(workers) for sample in family.samples]
-    assert all(sample.labels.keys() >= {"worker", "role", "node"} for sample in samples)
+    of_roles = {"handoff_role_changes_total"}  # a series that goes on whatever the role is
+    assert all(
+        sample.labels.keys() >= {"worker", "role", "node"} or sample.name in of_roles for sample in samples
+    )
     found = {
         (
             sample.name,
@@ -109,6 +113,7 @@ def test_workers_counters_become_metrics() -> None:
         ("handoff_worker_requests_running", "w"): 11,
         ("handoff_worker_requests_waiting", "w"): 12,
         ("handoff_worker_steps_total", "w"): 8,
+        ("handoff_role_changes_total", "prompts", "prefill", "w"): 13,
     }
     whole = together(workers)
     assert (whole.num_running_reqs, whole.num_waiting_reqs, whole.kv_cache_usage) == (11, 12, 0.1)
