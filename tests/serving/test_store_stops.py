@@ -26,7 +26,7 @@ from experiments.storm import plans, storm
 pytestmark = [pytest.mark.cluster]
 
 REQUESTS, AT_ONCE, MOST_TOKENS = 400, 24, 16
-PREFILL_TOKENS_S = 25_000
+PREFILL_TOKENS_S = 12_000
 SETTLED_WITHIN_S = 20.0
 
 
