@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import ray
 
@@ -572,7 +572,7 @@ def _close(receiver: Receiver, request_id: str, core: object) -> None:
     receiver.close(request_id)
 
 
-ENGINE_ENV = {
+_ENGINE_ENV: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # the receiver's own threads block, not the event loop
@@ -580,4 +580,13 @@ ENGINE_ENV = {
     # every step and has to fault in again: 9,000 page faults, 5 to 10 ms, in a prefill of 2048 tokens.
     "MALLOC_ARENA_MAX": "1",
 }
-"""Environment that a worker's process starts with."""
+
+
+def engine_env(engine: Mapping[str, Any]) -> dict[str, str]:
+    """Environment that a worker's process starts with, given vLLM's engine options.
+
+    vLLM compiles some small functions (of log probabilities, top-k, the embedding of several ranks) at their
+    first use, also when it is told not to compile: for 5 to 20 s the worker's requests would stand still.
+    """
+    eager = {"TORCHDYNAMO_DISABLE": "1"} if engine.get("enforce_eager") else {}
+    return {**_ENGINE_ENV, **eager}

@@ -16,7 +16,7 @@ from actors.fingerprint import require_same
 from actors.messages import WorkerInfo, WorkerSpec
 from actors.peers import NAMESPACE
 from actors.versions import require_equal, versions
-from actors.worker import ENGINE_ENV, Worker
+from actors.worker import Worker, engine_env
 from cluster.file import ClusterFile
 from cluster.nodes import snapshot
 from cluster.placement import Placement, WorkerAsk, place
@@ -139,7 +139,7 @@ def _create(spec: WorkerSpec, ask: WorkerAsk, placement: Placement) -> Any:
             num_gpus=ask.gpus,
             resources=placement.resources,
             max_restarts=RESTARTS,
-            runtime_env={"env_vars": dict(ENGINE_ENV)},
+            runtime_env={"env_vars": engine_env(spec.engine)},
             max_concurrency=10_000,
         )
         .remote(spec)

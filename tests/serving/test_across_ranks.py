@@ -153,9 +153,10 @@ def test_a_rank_that_dies_is_a_dead_worker(
     assert len(processes) == 2
     everything = [psutil.Process(worker.info.pid), *processes]
     tokens, asked = prompt(MAX_LEN - 50, "a rank dies"), {"max_tokens": OUT, "ignore_eos": True}
+    processes[1].suspend()  # or prefill could be over before anybody has seen it begin
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(endpoint.complete, tokens, **asked)
-        until(lambda: endpoint.workers()["prefill-worker-0"]["requests"], "it is prefilled", within_s=10)
+        until(lambda: endpoint.workers()["prefill-worker-0"]["requests"], "it is prefilled", within_s=30)
         processes[1].kill()
         answer = future.result(timeout=60)
     assert (answer.record["attempts"], answer.record["mode"]) == (2, "undivided")

@@ -102,6 +102,8 @@ def _serve(pipe: Connection, model: str, engine: dict[str, Any]) -> None:
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",
     )
+    if engine.get("enforce_eager"):
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as in a worker
     from vllm import LLM
 
     llm = LLM(model=model, disable_log_stats=True, **engine)
