@@ -50,7 +50,7 @@ bench-goodput: setup ## Router modes under open-loop load, fake engines, 20 minu
 bench-gateway: setup ## CPU time and latency of the gateway and the router, beside vLLM's own server: results/bench-gateway.json
 	$(BIN)/handoff bench gateway $(ARGS)
 
-experiments: setup ## Probe, placement, transports and a plan at small sizes: results/experiments/, results/report.html
+experiments: setup ## Probe, placement, transports, ways against each other and a plan at small sizes: results/experiments/, results/report.html
 	$(BIN)/handoff experiment all --plan tests/experiments/plan_models/mistral-7b.json $(ARGS)
 
 report: setup ## One page of the runs in results/, verdict first: results/report.html

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from experiments import head
 from experiments.probe_map import Place, place_of
 from experiments.results import SCHEMA_VERSION, ResultError, Run, check, identity
 
@@ -276,6 +277,16 @@ def _verdict(run: Run) -> Iterator[tuple[Key, Series]]:
         )
 
 
+def _head(run: Run) -> Iterator[tuple[Key, Series]]:
+    for row in run.results["rows"]:
+        cell = f"{row['link']}: {row['case']}, {row['prompt_tokens']} tokens"
+        own = [one for one in run.samples if one["cell"] == cell]
+        yield (cell, "ttft_ms"), Series(row["ttft_ms_p50"], False, [one["ttft_s"] * 1e3 for one in own])
+        if row["kv_bytes"]:
+            took = [sum(one["phases_s"][name] for name in head.TRANSFER) * 1e3 for one in own]
+            yield (cell, "transfer_ms"), Series(row["transfer_ms_p50"], False, took)
+
+
 SERIES: Final[Mapping[str, Callable[[Run], Iterator[tuple[Key, Series]]]]] = {
     "bench-kv": _kv,
     "bench-serve": _serve,
@@ -283,5 +294,6 @@ SERIES: Final[Mapping[str, Callable[[Run], Iterator[tuple[Key, Series]]]]] = {
     "demo": _demo,
     "probe": _probe,
     "placement": _placement,
+    "head-to-head": _head,
     "verdict": _verdict,
 }

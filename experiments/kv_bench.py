@@ -386,7 +386,7 @@ def _measure_link(ends: Ends, link: str, parameters: Parameters, found: Found, p
         began = time.monotonic()
         if iperf is not None:
             for streams in IPERF_STREAMS:
-                found.iperf[link, streams].append(_iperf3(ends.places, streams))
+                found.iperf[link, streams].append(iperf3_gbit_s(ends.places, streams))
         for mbytes in parameters.mbytes:
             found.copies[link, mbytes].append(ends.receiver("copy_rate", mbytes))
         turn = [case for case in cases if spent[case] < parameters.case_s]
@@ -502,8 +502,8 @@ def _busy_s() -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
 
 
-def _iperf3(places: Sequence[tuple[str, Sequence[str]]], streams: int) -> float:
-    """Return Gbit/s from the first place to the second."""
+def iperf3_gbit_s(places: Sequence[tuple[str, Sequence[str]]], streams: int) -> float:
+    """Return Gbit/s from the first place to the second; places are (address, command prefix)."""
     address, prefix = places[1]
     argv = [*prefix, IPERF3, "-s", "-1", "-B", address, "-p", "5201", "--forceflush"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:

@@ -453,22 +453,27 @@ class Client:
         return self.result()
 
 
-def main() -> None:
-    """Serve commands until the parent closes its end. Arguments: role, and three inherited sockets."""
-    role, (commands, peer, side) = sys.argv[1], (Connection(int(number)) for number in sys.argv[2:5])
-    kind = {"sender": SendingEnd, "receiver": ReceivingEnd}[role]
+def serve(commands: Connection, make: Callable[..., Any]) -> None:
+    """Answer a ``Client`` until it closes its end: ``place`` makes the object that has the other methods."""
     end = None
     while True:
         try:
             method, arguments = commands.recv()
         except EOFError:
-            break
+            return
         try:
             if method == "place":
-                end = kind(peer, side, *arguments)
+                end = make(*arguments)
                 commands.send((True, None))
             else:
                 commands.send((True, getattr(end, method)(*arguments)))
         except Exception:
             commands.send((False, traceback.format_exc()))
+
+
+def main() -> None:
+    """Serve commands until the parent closes its end. Arguments: role, and three inherited sockets."""
+    role, (commands, peer, side) = sys.argv[1], (Connection(int(number)) for number in sys.argv[2:5])
+    kind = {"sender": SendingEnd, "receiver": ReceivingEnd}[role]
+    serve(commands, lambda place: kind(peer, side, place))
     os._exit(0)  # nothing here is worth waiting for

@@ -12,7 +12,7 @@ from typing import Any, Final
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from experiments import bars, kv_plot, placement, probe_map
+from experiments import bars, head, kv_plot, placement, probe_map
 from experiments.bars import Bar
 from experiments.compare import Finding, finding, of_median, series
 from experiments.results import ResultError, Run, check
@@ -81,6 +81,8 @@ def verdict(runs: Sequence[Run]) -> list[Line]:
     for run in runs:
         if run.kind == placement.KIND:
             lines.append(_placement_line(run))
+        if run.kind == head.KIND:
+            lines.append(_head_line(run))
     return lines
 
 
@@ -105,6 +107,14 @@ def _placement_line(run: Run) -> Line:
     answer = f"{sum(one['holds'] for one in told)} of {len(told)} conclusions hold"
     question = "Does moving a model by Ray's store and by S3 behave as published?"
     return Line(question, answer, f"{model:.0f} MB, {links}. {not_so}".strip())
+
+
+def _head_line(run: Run) -> Line:
+    pays = [one for one in run.results["break_even"] if one["speedup"] is not None]
+    told = [f"{one['link']}, {one['prompt_tokens']} tokens: {one['speedup']:g} times" for one in pays]
+    answer = f"yes, to a node that is fast enough: {'; '.join(told)}" if pays else "don't"
+    question = "Does handing one request over pay, sent after prefill?"
+    return Line(question, answer, " ".join(run.results["recommendation"]))
 
 
 def _serve_lines(run: Run) -> list[Line]:
@@ -222,6 +232,8 @@ def _beside(run: Run, wanted: Mapping[str, Any] | None) -> list[str]:
 
 def _where(row: Mapping[str, Any]) -> str:
     """What tells a row from the others that stand beside the same published figure."""
+    if "phases_ms_p50" in row:
+        return f"{row['link']}, {row['prompt_tokens']} tokens"
     if "link" in row:
         return str(row["link"])
     if "loaders" in row:
@@ -244,6 +256,9 @@ def _derived(row: Mapping[str, Any]) -> dict[str, Any]:
         return {**row, **by, "name": row["case"].rpartition(" x")[0]}
     if "source" in row:
         return dict(row)
+    if "phases_ms_p50" in row:
+        share = row["transfer_share"]
+        return {**row, "share_percent": None if share is None else 100 * share, **head.sums(row)}
     percent = None if row["ratio"] is None else 100 * row["ratio"]
     return {**row, "ms": row["mbytes"] * MB * 8 / row["gbit_s_p50"] / 1e6, "ratio_percent": percent}
 
@@ -446,6 +461,78 @@ def _placement_parts(run: Run) -> Parts:
     return [Table(title, columns, cells, notes)], [("Seconds by case; grey: S3", plot)]
 
 
+def _head_parts(run: Run) -> Parts:
+    rows, tables, plots = run.results["rows"], [], []
+    columns = ("way", *(name for name, _ in head.COLUMNS))
+    published = [
+        [f"published: {name}", *(_figure(figures.get(key)) for _, key in head.COLUMNS)]
+        for name, figures in head.PUBLISHED.items()
+    ]
+    for link, prompt in dict.fromkeys((row["link"], row["prompt_tokens"]) for row in rows):
+        here = [row for row in rows if (row["link"], row["prompt_tokens"]) == (link, prompt)]
+        here.sort(key=lambda row: (*head.ALONE, *head.WAYS).index(row["case"]))
+        cells = [
+            [row["case"], *(_figure(head.sums(row).get(key)) for _, key in head.COLUMNS)] for row in here
+        ]
+        size = max(row["kv_bytes"] for row in here) / 1e6
+        title = f"{link}, {prompt} prompt tokens, {size:.0f} MB of KV: ms, medians; shares of iperf3 in %"
+        tables.append(Table(title, columns, [*cells, *published]))
+        drawn = [
+            Bar(
+                row["case"],
+                row["transfer_ms_p50"],
+                f"{row['transfer_ms_p50']:.0f}",
+                int(row["case"] not in head.OURS),
+            )
+            for row in here
+            if row["kv_bytes"]
+        ]
+        title = f"Transfer, ms: {link}, {prompt} tokens"
+        plots.append((title, Markup(bars.draw(drawn, title))))
+    encodings = [
+        [
+            one["case"],
+            _figure(one["encode_ms_p50"]),
+            _figure(one["decode_ms_p50"]),
+            f"{one['bytes'] / 1e6:.1f}",
+        ]
+        for one in run.results["encodings"]
+    ]
+    tables.append(
+        Table(
+            "Encodings of the longest prompt's KV, in one process",
+            ("encoding", "encode ms", "decode ms", "MB"),
+            encodings,
+        )
+    )
+    users = [
+        [
+            f"{one['case']}, {one['users']} users",
+            *(f"{one[f'{how}_gbit_s_p50']:.2f}" for how in ("one", "several")),
+            f"{one['several_by_one']:.2f}",
+        ]
+        for one in run.results["users"]
+    ]
+    title = f"KV of {run.parameters['user_mbytes']} MB for each of many users at once: Gbit/s"
+    tables.append(Table(title, ("way", "in one process", "a process each", "ratio"), users))
+    notes = [
+        f"iperf3, {one['link']}, {one['streams']} streams: {one['gbit_s_p50']:.2f} Gbit/s"
+        for one in run.results["links"]
+    ]
+    notes += [
+        f"{'Holds' if one['holds'] else 'Does not hold'}: {one['claim']}: {one['figures']}."
+        for one in run.results["conclusions"]
+    ]
+    notes += [*run.results["recommendation"]]
+    notes += [f"not measured: {one['case']}: {one['reason']}" for one in run.results["not_measured"]]
+    tables[-1] = replace(tables[-1], notes=notes)
+    return tables, plots
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _plan_parts(run: Run) -> Parts:
     cells = [
         [
@@ -504,6 +591,7 @@ _PARTS: Final = {
     "demo": _demo_parts,
     "probe": _probe_parts,
     "placement": _placement_parts,
+    head.KIND: _head_parts,
     "plan": _plan_parts,
     "verdict": _verdict_parts,
 }

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from handoff import console, interrupt
+from handoff import console, head, interrupt
 from handoff.status import WIDE
 
 if TYPE_CHECKING:
@@ -90,6 +90,9 @@ def placement(
     console.out.print(f"\nin {out}; next: handoff report {out}")
 
 
+app.command("head-to-head")(head.head_to_head)
+
+
 def _on_cluster(
     path: Path | None,
     address: str | None,
@@ -158,7 +161,8 @@ def run_everything(
     folder: Annotated[Path, typer.Option(help="One file for each experiment.")] = FOLDER,
     page: Annotated[Path, typer.Option(help="The report.")] = Path("results/report.html"),
 ) -> None:
-    """Run every experiment at a small size, and write one report: probe, placement, transports, plan.
+    """Run every experiment at a small size, and write one report: probe, placement, transports, ways
+    against each other, plan.
 
     Each has its file in the folder; one whose file is there with the same parameters is not run again, and
     an interrupted one goes on where it was. Without root nothing is limited, and it says so.
@@ -199,7 +203,8 @@ def _steps(
 ) -> "Iterator[Step]":
     from dataclasses import asdict
 
-    from experiments import kv_bench, placement_run, probe
+    from experiments import head as against_each_other
+    from experiments import head_run, kv_bench, placement_run, probe
     from experiments.local_pair import local_model
     from experiments.suite import Step
 
@@ -233,6 +238,18 @@ def _steps(
         pieces=False,
     )
     yield Step("bench-kv", asdict(moving), lambda _: kv_bench.measure(moving, progress))
+    against = head_run.Parameters(
+        head.heavy_model(None, progress),
+        links=(10.0, 1.0) if limited else (None,),
+        repeats=repeats,
+        device=head.which_device("auto"),
+    )
+    yield Step(
+        against_each_other.KIND,
+        asdict(against),
+        lambda path: head_run.measure(against, path, progress),
+        resumes=True,
+    )
     if plan is not None:
         probed = folder / "probe.json"
         given = {"model": plan, "machines": str(machines), "map": str(probed)}
