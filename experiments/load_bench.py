@@ -1,15 +1,18 @@
-"""`handoff bench load`: open-loop load on any OpenAI server that runs already, at one rate or at several.
+"""`handoff bench load`: open-loop load on OpenAI servers that run already, by mix and rate.
 
-What a rate gives is one row. Nothing is known of the server but its address, so nothing here compares
-systems: run it against each with the same parameters, and hold the files against each other.
+What a system, a mix and a rate give is one row. Of several systems each gets every load, one after the other
+and in an order that changes, so a change of the machine's speed meets all. Nothing is known of them but their
+addresses: that they have equal machines and are at rest while another is asked is up to who starts them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,9 +21,13 @@ import httpx
 from experiments import goodput
 from experiments.open_loop import Target, TargetError, offer
 from experiments.results import Run
-from experiments.workload import MIXES, Arrival, Mix, Served, arrivals, read_trace, scaled
+from experiments.workload import MIXES, Arrival, Mix, Served, arrivals, read_trace, scaled, synthetic_trace
 
 KIND: Final = "bench-load"
+TRACE: Final = "trace"
+"""The mix whose requests come from a trace."""
+SYNTHETIC: Final = 3000
+"""Requests of the trace that is made where none is given."""
 TELL_S: Final = 1.0
 ASKED_WITHIN_S: Final = 10.0
 SECONDS_PER_HOUR: Final = 3600.0
@@ -33,15 +40,16 @@ class Parameters:
     """What is offered, and what counts as good.
 
     Attributes:
-        url: of the server, without ``/v1``.
-        model: as the server calls it; None: the only one it has.
+        systems: by name, the address of each server, without ``/v1``.
+        model: as the servers call it; None: the only one that each has.
         rates: requests a second, on average, one load for each.
         seconds: of each load.
-        mix: its name, one of ``workload.MIXES``; the lengths and ``bursts`` below replace what it says.
+        mixes: by name, one of ``workload.MIXES`` or ``trace``, what its rates are multiplied by; the lengths
+            and ``bursts`` below replace what a mix says.
         prompt_tokens: least and most.
         output_tokens: least and most.
         bursts: arrivals of a burst come at this many times the mean rate; 1: Poisson.
-        trace: a file in the Mooncake format instead of a mix.
+        trace: a file in the Mooncake format, for the mix ``trace``; None: a synthetic one.
         shorter: the trace's lengths are divided by this.
         most_prompt: the trace's prompts are cut at so many tokens.
         ttft_ms: objective of the time to first token.
@@ -51,16 +59,17 @@ class Parameters:
         hourly: dollars an hour for one worker; None: not known.
         workers: how many there are.
         answered_within_s: a request that takes longer is an error.
-        warm_s: seconds of load beforehand that are not counted.
+        warm_s: seconds of load on each system beforehand that are not counted.
+        rest_s: before each load nobody is asked for so long: engines may spin for a while after an answer.
         seed: of everything drawn.
 
     """
 
-    url: str = "http://127.0.0.1:8000"
+    systems: Mapping[str, str] = field(default_factory=lambda: {"server": "http://127.0.0.1:8000"})
     model: str | None = None
     rates: tuple[float, ...] = (2.0,)
     seconds: float = 60.0
-    mix: str = "balanced"
+    mixes: Mapping[str, float] = field(default_factory=lambda: {"balanced": 1.0})
     prompt_tokens: tuple[int, int] | None = None
     output_tokens: tuple[int, int] | None = None
     bursts: float | None = None
@@ -75,6 +84,7 @@ class Parameters:
     workers: int = 1
     answered_within_s: float = 120.0
     warm_s: float = 3.0
+    rest_s: float = 0.0
     seed: int = 1
 
 
@@ -91,47 +101,77 @@ def measure(
         TraceError: the trace cannot be read.
 
     """
-    trace = None if parameters.trace is None else read_trace(Path(parameters.trace))
-    if trace is not None and len(trace) < 2:
-        raise TargetError(f"{parameters.trace}: a trace needs at least two requests")
-    model = parameters.model or _only_model(parameters.url, key)
+    trace = _trace(parameters) if TRACE in parameters.mixes else None
     headers = {} if parameters.slo_class is None else {"X-Handoff-Class": parameters.slo_class}
-    target = Target(parameters.url.rstrip("/"), model, headers, plain=parameters.plain, key=key)
-    run = Run.begin(KIND, {**asdict(parameters), "model": model})
-    if parameters.warm_s:
-        progress(f"{parameters.warm_s:g} s of load that is not counted")
-        warm = load_of(parameters, trace, min(parameters.rates), parameters.warm_s, parameters.seed - 1)
+    targets = {
+        name: Target(
+            url.rstrip("/"),
+            parameters.model or _only_model(url, key),
+            headers,
+            plain=parameters.plain,
+            key=key,
+        )
+        for name, url in parameters.systems.items()
+    }
+    models = {name: target.model for name, target in targets.items()}
+    run = Run.begin(KIND, {**asdict(parameters), "models": models})
+    mixes = list(parameters.mixes)
+    for name, target in targets.items() if parameters.warm_s else ():
+        progress(f"{name}: {parameters.warm_s:g} s of load that is not counted")
+        rate = min(parameters.rates) * parameters.mixes[mixes[0]]
+        warm = load_of(parameters, trace, mixes[0], rate, parameters.warm_s, parameters.seed - 1)
         _refuse_if_broken(asyncio.run(offer(target, warm, parameters.answered_within_s)), target)
     rows: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
-    for rate in parameters.rates:
-        load = load_of(parameters, trace, rate, parameters.seconds, parameters.seed)
-        progress(f"{rate:g} requests/s for {parameters.seconds:g} s: {len(load)} requests")
-        served = asyncio.run(_offer(target, load, parameters, progress))
-        rows.append(row_of(parameters, rate, served))
-        samples.append({"rate": rate, "requests": goodput.sample(served)})
-        run = run.end({"rows": rows}, samples)
-        keep(run)
+    turns = [(mix, rate * parameters.mixes[mix]) for mix in mixes for rate in parameters.rates]
+    names = list(targets)
+    for turn, (mix, rate) in enumerate(turns):
+        load = load_of(parameters, trace, mix, rate, parameters.seconds, parameters.seed)
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            time.sleep(parameters.rest_s)
+            progress(f"{name}, {mix}, {rate:g} requests/s for {parameters.seconds:g} s: {len(load)} requests")
+            served = asyncio.run(_offer(targets[name], load, parameters, progress))
+            case = {"system": name, "mix": mix, "rate": round(rate, 6)}
+            rows.append({**case, **row_of(parameters, served)})
+            samples.append({**case, "requests": goodput.sample(served)})
+            run = run.end({"rows": rows}, samples)
+            keep(run)
     return run
 
 
+def _trace(parameters: Parameters) -> list[Arrival]:
+    if parameters.trace is not None:
+        found = read_trace(Path(parameters.trace))
+        if len(found) < 2:
+            raise TargetError(f"{parameters.trace}: a trace needs at least two requests")
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.jsonl"
+        synthetic_trace(path, SYNTHETIC, 2.0, parameters.seed)
+        return read_trace(path)
+
+
 def load_of(
-    parameters: Parameters, trace: list[Arrival] | None, rate: float, seconds: float, seed: int
+    parameters: Parameters, trace: list[Arrival] | None, mix: str, rate: float, seconds: float, seed: int
 ) -> list[Arrival]:
-    """Return the load of a rate."""
-    if trace is not None:
+    """Return the load of a mix at a rate."""
+    if mix == TRACE:
+        assert trace is not None, "the mix is one of the parameters, so the trace has been read"
+        if parameters.trace is None:  # any part of a synthetic one is as good; its start has no long prompts
+            trace = trace[random.Random(seed).randrange(len(trace) // 2) :]
         return scaled(trace, parameters.shorter, rate, parameters.most_prompt, seconds)
-    mix = MIXES[parameters.mix]
+    given = MIXES[mix]
     chosen = Mix(
-        parameters.prompt_tokens or mix.prompt,
-        parameters.output_tokens or mix.output,
-        parameters.bursts or mix.bursts,
+        parameters.prompt_tokens or given.prompt,
+        parameters.output_tokens or given.output,
+        parameters.bursts or given.bursts,
     )
     return arrivals(chosen, rate, seconds, seed)
 
 
-def row_of(parameters: Parameters, rate: float, served: list[Served]) -> dict[str, Any]:
-    """Return what a rate gave; dollars are of the time that load came, idle workers included."""
+def row_of(parameters: Parameters, served: list[Served]) -> dict[str, Any]:
+    """Return what a load gave; dollars are of the time that load came, idle workers included."""
     seconds = parameters.seconds
     row = goodput.outcome(served, parameters.ttft_ms / 1e3, parameters.tpot_ms / 1e3, seconds)
     answered = sum(one.ttft_s is not None for one in served)
@@ -140,7 +180,6 @@ def row_of(parameters: Parameters, rate: float, served: list[Served]) -> dict[st
         paid = parameters.hourly * parameters.workers * seconds / SECONDS_PER_HOUR
     good = round(row["goodput_rps"] * seconds)
     return {
-        "rate": rate,
         "load_s": seconds,
         **row,
         "answered": answered,

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 400, 300, 56, 24, 52, 44
+PANELS = 3
 GOOD, MEDIAN, TAIL, GIVEN = "#1f77b4", "#2ca02c", "#d62728", "#999999"
 
 Row = Mapping[str, Any]
@@ -15,26 +16,41 @@ Line = tuple[str, str, list[tuple[float, float]]]
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """Return the plot: goodput with its 95 %, then times to the first token and per token with objectives."""
-    ordered = sorted(rows, key=lambda row: row["offered_rps"])
-    drawn = [
-        _goodput(ordered),
-        _times(ordered, "ttft", "first token, ms"),
-        _times(ordered, "tpot", "per token, ms"),
+    """Return the plot: goodput with its 95 %, then times to the first token and per token with objectives.
+
+    A strip of three panels for each system and mix.
+    """
+    cases = list(dict.fromkeys((row["mix"], row["system"]) for row in rows))
+    strips = [
+        _strip([row for row in rows if (row["mix"], row["system"]) == case], place * HEIGHT)
+        for place, case in enumerate(cases)
     ]
-    placed = [f'<g transform="translate({i * WIDTH},0)">\n{panel}\n</g>' for i, panel in enumerate(drawn)]
+    width, height = PANELS * WIDTH, HEIGHT * len(strips)
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH * len(placed)}" height="{HEIGHT}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'font-family="sans-serif" font-size="11">',
-            f'<rect width="{WIDTH * len(placed)}" height="{HEIGHT}" fill="white"/>',
-            *placed,
+            f'<rect width="{width}" height="{height}" fill="white"/>',
+            *strips,
             "</svg>\n",
         ]
     )
 
 
-def _goodput(rows: Sequence[Row]) -> str:
+def _strip(rows: Sequence[Row], top: int) -> str:
+    ordered = sorted(rows, key=lambda row: row["offered_rps"])
+    of = f"{rows[0]['system']}, {rows[0]['mix']}"
+    drawn = [
+        _goodput(ordered, f"{of}: requests/s"),
+        _times(ordered, "ttft", "first token, ms"),
+        _times(ordered, "tpot", "per token, ms"),
+    ]
+    return "\n".join(
+        f'<g transform="translate({i * WIDTH},{top})">\n{panel}\n</g>' for i, panel in enumerate(drawn)
+    )
+
+
+def _goodput(rows: Sequence[Row], title: str) -> str:
     points = [(row["offered_rps"], row["goodput_rps"]) for row in rows]
     most = max(row["offered_rps"] for row in rows)
     offered: Line = ("offered", GIVEN, [(0.0, 0.0), (most, most)])
@@ -48,7 +64,7 @@ def _goodput(rows: Sequence[Row]) -> str:
         ]
 
     lines: list[Line] = [offered, ("within objectives", GOOD, points)]
-    return _panel("requests/s", lines, most, highest, bars)
+    return _panel(title, lines, most, highest, bars)
 
 
 def _times(rows: Sequence[Row], what: str, title: str) -> str:

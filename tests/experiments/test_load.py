@@ -209,7 +209,7 @@ def test_tokens_are_counted_by_usage_else_by_ids_else_by_pieces() -> None:
 def test_a_run_has_a_row_for_every_rate_and_fits_the_schema(tmp_path: Path) -> None:
     with served() as server:
         parameters = Parameters(
-            url=server.url, rates=(5.0, 10.0), seconds=2.0, hourly=3.6, workers=2, warm_s=1.0
+            {"here": server.url}, rates=(5.0, 10.0), seconds=2.0, hourly=3.6, workers=2, warm_s=1.0
         )
         told: list[str] = []
         run = measure(parameters, KEY, told.append)
@@ -220,40 +220,80 @@ def test_a_run_has_a_row_for_every_rate_and_fits_the_schema(tmp_path: Path) -> N
     assert any("due" in line and "open" in line for line in told), "nothing is told while it runs"
     save(run, tmp_path / "run.json")
     assert KEY not in (tmp_path / "run.json").read_text("utf-8")
-    assert check(tmp_path / "run.json").parameters["model"] == "m"
+    assert check(tmp_path / "run.json").parameters["models"] == {"here": "m"}
     assert len(ElementTree.fromstring(draw(run.results["rows"])).findall("{*}g")) == 3
 
 
 def test_lengths_bursts_and_traces_can_be_chosen(tmp_path: Path) -> None:
     parameters = Parameters(prompt_tokens=(5, 6), output_tokens=(2, 2), bursts=4.0)
-    load = load_of(parameters, None, 10.0, 20.0, 1)
+    load = load_of(parameters, None, "balanced", 10.0, 20.0, 1)
     assert {(one.prompt, one.output) for one in load} == {(5, 2), (6, 2)}
     assert {int(one.at % 4.0) for one in load} == {0}
     synthetic_trace(tmp_path / "trace.jsonl", 100, 2.0, 1)
     with served() as server:
         chosen = replace(
-            parameters, url=server.url, trace=str(tmp_path / "trace.jsonl"), shorter=50, seconds=2.0, warm_s=0
+            parameters,
+            systems={"here": server.url},
+            mixes={"trace": 1.0},
+            trace=str(tmp_path / "trace.jsonl"),
+            shorter=50,
+            seconds=2.0,
+            warm_s=0,
         )
         run = measure(replace(chosen, rates=(10.0,)), None, lambda line: None)
     assert (run.results["rows"][0]["requests"], run.results["rows"][0]["errors"]) == (20, 0)
 
 
+def test_each_system_gets_every_load_in_turn(tmp_path: Path) -> None:
+    with served() as one, served("refuse") as two:
+        run = measure(
+            Parameters(
+                {"one": one.url, "two": two.url},
+                rates=(4.0,),
+                mixes={"decode-heavy": 1.0, "trace": 2.0},
+                output_tokens=(2, 3),
+                seconds=2.0,
+                shorter=100,
+                warm_s=0,
+            ),
+            None,
+            lambda line: None,
+        )
+        prompts = [sorted(body["prompt"] for _, body in server.asked) for server in (one, two)]
+    assert prompts[0] == prompts[1], "the systems were asked other things"
+    cases = [(row["system"], row["mix"], row["rate"]) for row in run.results["rows"]]
+    assert cases == [
+        ("one", "decode-heavy", 4.0),
+        ("two", "decode-heavy", 4.0),
+        ("two", "trace", 8.0),
+        ("one", "trace", 8.0),
+    ]
+    for row in run.results["rows"]:
+        assert row["requests"] > 0
+        assert (row["answered"], row["refused"]) == (
+            (row["requests"], 0) if row["system"] == "one" else (0, row["requests"])
+        )
+    save(run, tmp_path / "run.json")
+    check(tmp_path / "run.json")
+    assert len(ElementTree.fromstring(draw(run.results["rows"])).findall("{*}g")) == 3 * 4
+
+
 def test_without_an_answer_nothing_has_a_price() -> None:
-    row = row_of(Parameters(hourly=1.0), 1.0, [Served(Arrival(0, 1, 1), None, None, refused=True)])
+    row = row_of(Parameters(hourly=1.0), [Served(Arrival(0, 1, 1), None, None, refused=True)])
     assert (row["usd_per_request"], row["usd_per_good_request"], row["refused"]) == (None, None, 1)
 
 
 def test_a_server_that_cannot_be_loaded_is_named_with_a_remedy() -> None:
     with pytest.raises(TargetError, match=r"does not answer: .*start a server \(handoff serve FILE\)"):
-        measure(Parameters(url="http://127.0.0.1:9"), None, lambda line: None)
+        measure(Parameters({"gone": "http://127.0.0.1:9"}), None, lambda line: None)
     with served("break") as server:
         with pytest.raises(
             TargetError, match="answers no request of this kind: HTTP 500: the engine is gone"
         ):
-            measure(Parameters(url=server.url, seconds=2.0), None, lambda line: None)
+            measure(Parameters({"here": server.url}, seconds=2.0), None, lambda line: None)
         server.models = ("a", "b")
         with pytest.raises(TargetError, match=r"has 2 models \(a, b\); choose one with --model"):
-            measure(Parameters(url=server.url), None, lambda line: None)
+            measure(Parameters({"here": server.url}), None, lambda line: None)
 
 
 def test_the_key_comes_from_a_file_or_the_environment(
@@ -280,7 +320,12 @@ def test_the_command_writes_run_and_plot_and_refuses_what_it_does_not_know(tmp_p
     assert done.exit_code == 0, done.output
     assert check(out).kind == "bench-load"
     assert out.with_suffix(".svg").exists()
-    for wrong, said in ((["--mix", "x"], "known: prefill-heavy"), (["--prompt-tokens", "9:3"], "LEAST:MOST")):
+    for wrong, said in (
+        (["--mix", "x"], "known: prefill-heavy"),
+        (["--mix", "bursty=0"], "MIX=NUMBER"),
+        (["--url", server.url], "NAME=URL"),
+        (["--prompt-tokens", "9:3"], "LEAST:MOST"),
+    ):
         done = CliRunner().invoke(app, [*arguments, *wrong])
         assert done.exit_code == 2
         assert said in " ".join(done.output.split())
