@@ -110,6 +110,12 @@ class Rungs:
                 self._peers.pop(peer, None)
             self._peer(peer)
 
+    def forget(self, peer: str) -> None:
+        """A peer is gone for good: nothing probes it any more."""
+        with self._lock:
+            self._sides.pop(peer, None)
+            self._peers.pop(peer, None)
+
     def order(self, peer: str, nbytes: int) -> Choice:
         """Return the rungs to a peer, best first; logs when the first is another than the last time."""
         with self._lock:

@@ -146,6 +146,10 @@ class Worker:
                 link.tier.recall.learn(peer.layout)
         return await self._meet(peers) if self._info_now().role == "prefill" else []
 
+    async def part(self, peer: str) -> None:
+        """A worker is gone for good."""
+        self._link_now().rungs.forget(peer)
+
     async def become(self, role: Role, reason: str, peers: list[WorkerInfo]) -> list[str]:
         """Take another role; gateways are told within a moment. What is under way here is finished here.
 

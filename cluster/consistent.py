@@ -31,13 +31,26 @@ def mistakes(file: ClusterFile) -> Iterator[str]:
     yield from _heads(file)
     if not wrong:  # numbers are numbers
         yield from _kv_memory(file)
+    for role, workers in file.workers.items():
+        if workers.most is not None and file.router.mode in ("never", "replicas"):
+            yield (
+                f"workers.{role}.most is {workers.most}, but with router.mode: {file.router.mode} no role is "
+                f"ever found short of workers; leave it out, or choose adaptive or always"
+            )
     if not any(workers.count for _, workers in file.workers.items()):
         yield "workers: prefill.count and decode.count are both 0, so nothing could serve; give one of them 1"
         return
     try:
-        place(file.asks(), [_offer(file, node) for node in file.each_node()])
+        place(file.asks(most=True), [_offer(file, node) for node in file.each_node()])
     except PlacementError as error:
         yield f"workers: {error}"
+
+
+def nodes_at_first(file: ClusterFile) -> set[str]:
+    """Names of the nodes that take the workers which are always there; of a consistent file."""
+    return {
+        found.node_name for found in place(file.asks(), [_offer(file, node) for node in file.each_node()])
+    }
 
 
 def _heads(file: ClusterFile) -> Iterator[str]:

@@ -123,6 +123,7 @@ class NodeGroup(_Model):
 class WorkerGroup(_Model):
     """`count` workers of one role: what each asks for, and where it may go.
 
+    most: so many while the load asks for more than `count` of them (see `roles`); by default no more.
     cpus, gpus: of each tensor-parallel rank of a worker's engine, which has one unless `engine` says more.
     node: name of the one node they may use. labels: labels that the node must carry.
     spread: put them on as many nodes as possible; otherwise fill one node before the next.
@@ -130,6 +131,7 @@ class WorkerGroup(_Model):
     """
 
     count: Annotated[int, Field(ge=0)] = 1
+    most: Annotated[int, Field(ge=1)] | None = None
     cpus: Share = 1
     gpus: Share = 0
     node: str | None = None
@@ -236,11 +238,14 @@ class Links(_Model):
 class Roles(_Model):
     """When workers on nodes of `role: both` change between prefill and decode, by load and without a restart.
 
-    change: whether they do. prompts_s: prefill is short of workers when prompts wait for more seconds than
-    that at each; by default half of slo.ttft_ms, or 1. occupied: decode is when more than this share of its
-    slots, its KV cache or of what slo.tpot_ms allows is taken. spare: the other role gives a worker if
-    without it no more than this share of its limit would be used. smooth_s: time constant of all these
-    figures. hold_s: a worker keeps a role for that long at least.
+    Where no change helps, workers are added, up to `workers.ROLE.most`, and given up again.
+    change: whether workers change their role.
+    prompts_s: prefill is short of workers when prompts wait for more seconds than that at each; by default
+    half of slo.ttft_ms, or 1. occupied: decode is when more than this share of its slots, its KV cache or of
+    what slo.tpot_ms allows is taken. spare: the other role gives a worker if without it no more than this
+    share of its limit would be used. smooth_s: time constant of all these figures. hold_s: a worker keeps a
+    role for that long at least. idle_s: a worker that was added is given up when its role could have done
+    without it for that long.
     """
 
     change: bool = True
@@ -249,6 +254,7 @@ class Roles(_Model):
     spare: Annotated[float, Field(gt=0, lt=1)] = 0.7
     smooth_s: Annotated[float, Field(gt=0)] = 5
     hold_s: Annotated[float, Field(ge=0)] = 60
+    idle_s: Annotated[float, Field(gt=0)] = 300
 
 
 class Recompute(_Model):
@@ -353,6 +359,16 @@ class ClusterFile(_Model):
                     f"workers.{role} asks for {workers.count} worker(s), but no node group offers the role "
                     f"{role!r}; give a group under `nodes` role: {role} or role: both, "
                     f"or set workers.{role}.count to 0"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _some_workers_are_always_there(self) -> Self:
+        for role, workers in self.workers.items():
+            if workers.most is not None and not 1 <= workers.count <= workers.most:
+                raise ValueError(
+                    f"workers.{role}.most is {workers.most} and count is {workers.count}; give a count from "
+                    f"1 to {workers.most}: so many are always there; or leave `most` out"
                 )
         return self
 
@@ -492,8 +508,11 @@ class ClusterFile(_Model):
         workers = self.workers.prefill if role == "prefill" else self.workers.decode
         return ranks_of({**self.engine, **workers.engine})
 
-    def asks(self) -> list[WorkerAsk]:
-        """One ask for each worker, prefill first, named `ROLE-worker-INDEX`. All ranks go to one node."""
+    def asks(self, most: bool = False) -> list[WorkerAsk]:
+        """One ask for each worker, prefill first, named `ROLE-worker-INDEX`. All ranks go to one node.
+
+        most: also for those that are there only while the load asks for them.
+        """
         return [
             WorkerAsk(
                 name=f"{role}-worker-{index}",
@@ -505,7 +524,7 @@ class ClusterFile(_Model):
                 spread=workers.spread,
             )
             for role, workers in self.workers.items()
-            for index in range(workers.count)
+            for index in range(max(workers.count, workers.most or 0) if most else workers.count)
         ]
 
     def may_take(self, role: Role, node: str) -> bool:

@@ -8,10 +8,11 @@ RayService whose application makes workers and gateways from the file (`deployme
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from importlib.metadata import version
 from typing import Any, Final
 
+from cluster.consistent import nodes_at_first
 from cluster.errors import ClusterFileError
 from cluster.file import ClusterFile, Node
 from cluster.kube_parts import components, overlays
@@ -75,7 +76,7 @@ def kustomize(file: ClusterFile, monitoring: Mapping[str, Any]) -> dict[str, Man
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": {"name": stay.name},
-        "spec": _on_demand(stay, kubernetes),
+        "spec": _for_experiments(stay, kubernetes),
     }
     return files | _alone("experiments", "raycluster.yaml", cluster, stay, kubernetes)
 
@@ -91,7 +92,7 @@ def _ray_job(file: ClusterFile, kubernetes: Kubernetes) -> Manifest:
             "submissionMode": "HTTPMode",
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": KEPT_S,
-            "rayClusterSpec": _on_demand(file, kubernetes),
+            "rayClusterSpec": _for_experiments(file, kubernetes),
         },
     }
 
@@ -198,24 +199,33 @@ def _workers_digest(file: ClusterFile) -> str:
 
 
 def ray_cluster(file: ClusterFile, kubernetes: Kubernetes) -> Manifest:
-    """The specification of a RayCluster."""
-    return {
+    """The specification of a RayCluster; nodes for workers that are not always there are made on demand."""
+    cluster = {
         "rayVersion": version("ray"),
         "authOptions": {"mode": "token"},  # the operator makes the secret, unless it is told of one
         "headGroupSpec": _head(file, kubernetes),
         "workerGroupSpecs": [_worker_group(file, kubernetes, node) for node in file.each_node()],
     }
+    later = {node.name for node in file.each_node()} - nodes_at_first(file)
+    return _on_demand(cluster, later) if later and file.asks(most=True) != file.asks() else cluster
 
 
-def _on_demand(file: ClusterFile, kubernetes: Kubernetes) -> Manifest:
-    """As `ray_cluster`; Ray's autoscaler has nodes made when they are asked for, and gives idle ones back."""
+def _for_experiments(file: ClusterFile, kubernetes: Kubernetes) -> Manifest:
+    """A RayCluster all of whose nodes are made on demand, and whose head knows the cluster file."""
     cluster = ray_cluster(file, kubernetes)
+    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    container["env"].append({"name": CLUSTER_FILE, "value": json.dumps(_content(file))})
+    return _on_demand(cluster, {node.name for node in file.each_node()})
+
+
+def _on_demand(cluster: Manifest, nodes: Set[str]) -> Manifest:
+    """Ray's autoscaler has these nodes made when they are asked for, and gives idle ones back."""
     pod = cluster["headGroupSpec"]["template"]["spec"]
     pod["automountServiceAccountToken"] = True  # the autoscaler changes the number of pods
     (container,) = pod["containers"]
-    container["env"].append({"name": CLUSTER_FILE, "value": json.dumps(_content(file))})
     for group in cluster["workerGroupSpecs"]:
-        group.update(replicas=0, minReplicas=0)
+        if group["groupName"] in nodes:
+            group.update(replicas=0, minReplicas=0)
     autoscaler = {
         "version": "v2",
         "idleTimeoutSeconds": IDLE_S,

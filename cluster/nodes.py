@@ -1,7 +1,7 @@
 """What the nodes of a cluster offer right now, as Ray's control store knows it."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Final
 
 import ray
@@ -31,12 +31,17 @@ def snapshot(state: GlobalState | None = None) -> list[NodeOffer]:
     return sorted(nodes, key=lambda node: node.name)
 
 
-def wait_for_nodes(file: ClusterFile, progress: Callable[[str], None], within_s: float = NODES_S) -> None:
-    """Wait until every node of the file is in the cluster this process is connected to.
+def wait_for_nodes(
+    file: ClusterFile,
+    progress: Callable[[str], None],
+    within_s: float = NODES_S,
+    names: Set[str] | None = None,
+) -> None:
+    """Wait until every node of the file, or of these names, is in the cluster we are connected to.
 
     Raises BringUpError, with what is there and what is not.
     """
-    wanted, seen = {node.name for node in file.each_node()}, set[str]()
+    wanted, seen = set(names or {node.name for node in file.each_node()}), set[str]()
     deadline = time.monotonic() + within_s
     while True:
         alive = {node.name for node in snapshot()}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import ray
 from ray import serve
+from ray.autoscaler.sdk import request_resources
 
 from actors.peers import NAMESPACE
 from cluster import api_keys
@@ -19,8 +20,9 @@ from deployments import roles
 from deployments.errors import StartError
 from deployments.gateway import DRAIN_S, Gateway, GatewaySpec, listen
 from deployments.options import server_arguments
-from deployments.place import PlacedWorker, Progress, start_workers, stop_workers
+from deployments.place import PlacedWorker, Progress, running_workers, start_workers, stop_workers
 from deployments.planner import Routing
+from deployments.roles import has_pools
 from deployments.router import Slo
 
 APP = "handoff"
@@ -52,7 +54,7 @@ def serving(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
         yield running
     finally:
         progress("stopping the gateway and the workers")
-        _stop(running.workers)
+        _stop(file, running.workers)
 
 
 def start(file: ClusterFile, progress: Progress) -> Serving:
@@ -68,7 +70,7 @@ def start(file: ClusterFile, progress: Progress) -> Serving:
         url = _run_gateways(file, [worker.info.name for worker in workers], progress)
         roles.begin(file)
     except BaseException:
-        _stop(workers)
+        _stop(file, workers)
         raise
     return Serving(url, _served_name(file), tuple(workers))
 
@@ -84,21 +86,27 @@ def update(file: ClusterFile, progress: Progress) -> None:
     """
     asked = [ask.name for ask in file.asks()]
     found = running_workers()
-    if found != set(asked):
+    if not set(asked) <= found <= {ask.name for ask in file.asks(most=True)}:
         raise StartError(
             f"the cluster's workers are {', '.join(sorted(found)) or 'none'}, the file's {', '.join(asked)}: "
             f"an update replaces gateways only; start the application with `handoff serve`"
         )
+    roles.end()  # it is asked to do what the file says now
     _run_gateways(file, asked, progress)
+    roles.begin(file)
 
 
-def _stop(workers: Sequence[PlacedWorker]) -> None:
+def _stop(file: ClusterFile, workers: Sequence[PlacedWorker]) -> None:
     """Gateways may finish what they are answering for a while; without workers, that ends."""
     roles.end()
     ending = threading.Thread(target=_shutdown, name="serve.shutdown", daemon=True)
     ending.start()
     ending.join(GRACEFUL_S)
     stop_workers([worker.handle for worker in workers])
+    if has_pools(file):
+        added = running_workers() - {worker.info.name for worker in workers}
+        stop_workers([ray.get_actor(name, namespace=NAMESPACE) for name in added])
+        request_resources(bundles=[])  # the autoscaler gives their nodes back
     ending.join(ENDED_WITHIN_S)
 
 
@@ -116,16 +124,6 @@ def _check_gateway(file: ClusterFile) -> None:
 
 def _served_name(file: ClusterFile) -> str:
     return file.served_model_name or Path(file.model).name
-
-
-def running_workers() -> set[str]:
-    """Return the names of the workers that are there."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return {
-        actor["name"]
-        for actor in actors
-        if actor["namespace"] == NAMESPACE and "-worker-" in (actor["name"] or "")
-    }
 
 
 def _routing(file: ClusterFile) -> Routing:
@@ -148,6 +146,7 @@ def gateways(file: ClusterFile, workers: Sequence[str]) -> serve.Application:
         workers=tuple(workers),
         recompute=(file.recompute.tokens_per_s, file.recompute.burst_s),
         routing=_routing(file),
+        pools=has_pools(file),
         options=dict(file.gateway.options),
         limits=file.gateway.limits,
         api_keys_file=file.gateway.api_keys_file,

@@ -136,7 +136,7 @@ def _for_prompts(
     prefills: Sequence[Loaded], decodes: Sequence[Loaded], memory: Memory, now: float, limits: Limits
 ) -> Change | None:
     waits_s, taken = memory.prompts_s / len(prefills), memory.occupied / len(decodes)
-    if waits_s <= limits.prompts_s or not _can_give(len(decodes), memory.occupied, limits, limits.occupied):
+    if waits_s <= limits.prompts_s or not can_give(len(decodes), memory.occupied, limits, limits.occupied):
         return None
     if (found := _least(decodes, memory, now, limits)) is None:
         return None
@@ -151,7 +151,7 @@ def _for_answers(
     prefills: Sequence[Loaded], decodes: Sequence[Loaded], memory: Memory, now: float, limits: Limits
 ) -> Change | None:
     taken, busy = memory.occupied / len(decodes), memory.prompting / len(prefills)
-    if taken <= limits.occupied or not _can_give(len(prefills), memory.prompting, limits, 1.0):
+    if taken <= limits.occupied or not can_give(len(prefills), memory.prompting, limits, 1.0):
         return None
     if (found := _least(prefills, memory, now, limits)) is None:
         return None
@@ -162,7 +162,7 @@ def _for_answers(
     return Change(found.name, "decode", "answers", why)
 
 
-def _can_give(count: int, used: float, limits: Limits, limit: float) -> bool:
+def can_give(count: int, used: float, limits: Limits, limit: float) -> bool:
     """Whether one worker less could do it; the last one is never given."""
     return count > 1 and used / (count - 1) <= limits.spare * limit
 

@@ -107,8 +107,8 @@ class Dispatcher:
         self._flights: dict[str, Flight] = {}
 
     def workers(self) -> list[WorkerClient]:
-        """Return all workers, alive or not."""
-        return list(self._workers.values())
+        """Return all workers, alive or not, without those that have been removed."""
+        return [worker for worker in self._workers.values() if not worker.closed]
 
     def add_worker(self, worker: WorkerClient) -> None:
         """Make a connected worker available to the router."""
@@ -116,14 +116,25 @@ class Dispatcher:
         self.planner.fleet.add(worker.info)
         worker.on_back = lambda back: self.planner.fleet.came(back.info)
 
+    def leaves(self, name: str, leaving: bool) -> None:
+        """A worker is to get no more requests, or gets some again."""
+        self.planner.fleet.leaves(name, leaving)
+
+    def remove_worker(self, name: str) -> None:
+        """Forget a worker that is given up. Requests that it still has are tried elsewhere."""
+        worker = self._workers[name]  # it stays in the table, where flights look up who computed their prompt
+        if not worker.closed:
+            worker.close()
+            self.on_lost(worker, "it was given up")
+
     def require_worker(self) -> None:
         """Raise ``NoWorker`` if none is alive."""
         if not any(worker.alive for worker in self._workers.values()):
-            raise NoWorker(f"none of the {len(self._workers)} workers is alive; see `handoff status`")
+            raise NoWorker(f"none of the {len(self.workers())} workers is alive; see `handoff status`")
 
     async def describe_workers(self) -> list[dict[str, object]]:
         """Return each worker's load as seen from here, and its own counters."""
-        workers = list(self._workers.values())
+        workers = self.workers()
         stats = await asyncio.gather(*(w.stats() for w in workers), return_exceptions=True)
         return [
             {
@@ -140,7 +151,7 @@ class Dispatcher:
 
     async def reset_prefix_caches(self) -> bool:
         """Forget cached prefixes on every worker; return whether all of them could."""
-        done = await asyncio.gather(*(w.reset_prefix_cache() for w in self._workers.values()))
+        done = await asyncio.gather(*(w.reset_prefix_cache() for w in self.workers()))
         return all(done)
 
     def submit(

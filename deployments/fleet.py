@@ -72,7 +72,7 @@ class _Seen:
     """A worker: its latest report, and the sums over this gateway's requests there."""
 
     def __init__(self, info: WorkerInfo) -> None:
-        self.info, self.alive = info, True
+        self.info, self.alive, self.leaving = info, True, False
         self.report: LoadReport | None = None
         self.tokens, self.seconds, self.context, self.need = 0.0, 0.0, 0.0, 0.0
         self.waiting = self.running = 0
@@ -119,7 +119,7 @@ class _Seen:
         return WorkerState(
             name=info.name,
             role=info.role,
-            alive=self.alive,
+            alive=self.alive and not self.leaving,
             waiting_tokens=self.tokens + tokens,
             waiting_s=self.seconds + self.step.prefill_s(tokens, 0),
             decoding=self.running - self.starting + running,
@@ -183,8 +183,16 @@ class Fleet:
     def came(self, info: WorkerInfo) -> None:
         """A worker is back, with nothing in its cache."""
         index = self._index[info.name]
-        self._seen[index].info, self._seen[index].alive = info, True
+        seen = self._seen[index]
+        seen.info, seen.alive, seen.leaving = info, True, False
         self._stale.add(index)
+
+    def leaves(self, name: str, leaving: bool) -> None:
+        """A worker is to get no more requests, or gets some again; those that it has go on."""
+        index = self._index[name]
+        if self._seen[index].leaving != leaving:
+            self._seen[index].leaving = leaving
+            self._stale.add(index)
 
     def lost(self, name: str) -> None:
         """A worker is gone, and what it held."""

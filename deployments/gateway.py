@@ -14,6 +14,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -34,6 +35,7 @@ from deployments.edge import Edge
 from deployments.engine_client import TASKS, ClusterEngineClient
 from deployments.errors import StartError
 from deployments.http import limited_protocol
+from deployments.members import Follower
 from deployments.metrics import WorkerMetrics, count_request
 from deployments.options import server_arguments
 from deployments.planner import DEFAULT, Planner, Routing
@@ -66,6 +68,7 @@ class GatewaySpec:
         api_keys_file: path of the file with the keys that clients need; None: no keys.
         otlp_endpoint: URL of an OpenTelemetry collector; None: what the environment says.
         routing: how requests are routed and admitted.
+        pools: whether workers are added and given up by load.
 
     """
 
@@ -79,6 +82,7 @@ class GatewaySpec:
     api_keys_file: str | None
     otlp_endpoint: str | None
     routing: Routing = DEFAULT
+    pools: bool = False
 
 
 class Gateway:
@@ -93,6 +97,7 @@ class Gateway:
         self._tracer = tracer(spec.otlp_endpoint)
         self._metrics = WorkerMetrics(self._engine.dispatcher.workers, self._engine.report)
         self._polling: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -106,23 +111,30 @@ class Gateway:
         self._serving = asyncio.create_task(self._server.serve([listening]), name="http")
 
     async def _connect(self) -> None:
-        client, key = secrets.randbits(31), data_plane_key(CHANNEL_PURPOSE)
-        dispatcher = self._engine.dispatcher
+        client, dispatcher = secrets.randbits(31), self._engine.dispatcher
         for name in self._spec.workers:
-            handle = ray.get_actor(name, namespace=NAMESPACE)
-            try:
-                async with asyncio.timeout(CONNECTED_WITHIN_S):
-                    info: WorkerInfo = await handle.start.remote()
-                    worker = WorkerClient(handle, info, client, key, dispatcher.on_batch, dispatcher.on_lost)
-                    await worker.connect()
-            except TimeoutError:
-                raise StartError(
-                    f"worker {name} did not answer the gateway within {CONNECTED_WITHIN_S:.0f} s; "
-                    f"see the cluster's logs"
-                ) from None
-            dispatcher.add_worker(worker)
+            await self._meet(client, name)
+        if self._spec.pools:
+            follower = Follower(dispatcher, partial(self._meet, client), client)
+            self._following = asyncio.create_task(follower.run(), name="workers")
         self._metrics.register()
         self._polling = asyncio.create_task(self._metrics.poll(), name="worker metrics")
+
+    async def _meet(self, client: int, name: str) -> None:
+        """Connect to a worker, and have it get requests."""
+        key, dispatcher = data_plane_key(CHANNEL_PURPOSE), self._engine.dispatcher
+        handle = ray.get_actor(name, namespace=NAMESPACE)
+        try:
+            async with asyncio.timeout(CONNECTED_WITHIN_S):
+                info: WorkerInfo = await handle.start.remote()
+                worker = WorkerClient(handle, info, client, key, dispatcher.on_batch, dispatcher.on_lost)
+                await worker.connect()
+        except TimeoutError:
+            raise StartError(
+                f"worker {name} did not answer the gateway within {CONNECTED_WITHIN_S:.0f} s; "
+                f"see the cluster's logs"
+            ) from None
+        dispatcher.add_worker(worker)
 
     async def _build_app(self) -> Any:
         """Build vLLM's application around our engine."""

@@ -14,11 +14,12 @@ import ray
 from ray.serve import Application
 
 from actors.peers import NAMESPACE
+from cluster.consistent import nodes_at_first
 from cluster.file import ClusterFile
 from cluster.nodes import wait_for_nodes
 from deployments import roles
-from deployments.app import gateways, running_workers
-from deployments.place import start_workers, stop_workers
+from deployments.app import gateways
+from deployments.place import running_workers, start_workers, stop_workers
 
 logger = logging.getLogger("ray.serve")
 
@@ -37,10 +38,10 @@ def app(args: Mapping[str, Any]) -> Application:
     file = ClusterFile.model_validate(args["cluster"])
     wanted = [ask.name for ask in file.asks()]
     found = running_workers()
-    if found != set(wanted):
+    if not set(wanted) <= found <= {ask.name for ask in file.asks(most=True)}:
         roles.end()
         stop_workers([ray.get_actor(name, namespace=NAMESPACE) for name in sorted(found)])
-        wait_for_nodes(file, logger.info, PODS_S)
+        wait_for_nodes(file, logger.info, PODS_S, nodes_at_first(file))
         start_workers(file, logger.info)
     roles.begin(file)
     return gateways(file, wanted)

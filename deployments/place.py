@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import ray
@@ -17,6 +18,7 @@ from actors.messages import WorkerInfo, WorkerSpec
 from actors.peers import NAMESPACE
 from actors.versions import require_equal, versions
 from actors.worker import Worker, engine_env
+from cluster.errors import PlacementError
 from cluster.file import ClusterFile
 from cluster.nodes import snapshot
 from cluster.placement import Placement, WorkerAsk, place
@@ -33,6 +35,8 @@ SCHEDULED_WITHIN_S = 10.0
 STARTED_WITHIN_S = 600.0
 CONNECTED_WITHIN_S = 60.0
 PAIRS_EVERY_S = 0.5
+NODE_WITHIN_S, NODE_EVERY_S = 1800.0, 1.0
+"""How long a worker that is added waits for its node: a machine starts, gigabytes of an image are pulled."""
 RESTARTS = -1
 """Without end: a worker may die once a week for years, and an engine that does not start ends nothing."""
 
@@ -43,6 +47,16 @@ class PlacedWorker:
 
     handle: Any
     info: WorkerInfo
+
+
+def running_workers() -> set[str]:
+    """Return the names of the workers that are there."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {
+        actor["name"]
+        for actor in actors
+        if actor["namespace"] == NAMESPACE and "-worker-" in (actor["name"] or "")
+    }
 
 
 def start_workers(file: ClusterFile, progress: Progress) -> list[PlacedWorker]:
@@ -64,34 +78,90 @@ def start_workers(file: ClusterFile, progress: Progress) -> list[PlacedWorker]:
     handles: dict[str, Any] = {}
     try:
         for placement in placements:
-            ask = asks[placement.worker]
-            spec = WorkerSpec(
-                name=ask.name,
-                role=ask.role,
-                model=file.model_on(placement.node_name),
-                engine=file.engine_for(ask.role, placement.node_name),
-                transport=file.transport,
-                s3=store.settings(file),
-                tier=file.s3 is not None and file.s3.tier,
-                tls=None if file.tls is None else TlsFiles(**_paths(file.tls.model_dump())),
-            )
-            handles[ask.name] = _create(spec, ask, placement)
-            progress(f"{ask.name} goes to node {placement.node_name}")
+            handles[placement.worker] = _create(file, asks[placement.worker], placement)
+            progress(f"{placement.worker} goes to node {placement.node_name}")
         infos = _wait_started(handles, progress)
         require_same(infos)
-        connected = [handles[name].connect.remote([p for p in infos if p.name != name]) for name in handles]
-        _, waiting = ray.wait(connected, num_returns=len(connected), timeout=CONNECTED_WITHIN_S)
-        if waiting:
-            raise StartError(
-                f"{len(waiting)} workers did not answer in {CONNECTED_WITHIN_S:g} s when connected"
-            )
-        for way in (line for reference in connected for line in _result(reference)):
-            progress(way)
+        _connect({handles[one.name]: [p for p in infos if p is not one] for one in infos}, progress)
         _wait_for_pairs(handles, infos, progress)
     except BaseException:
         stop_workers(list(handles.values()))
         raise
     return [PlacedWorker(handles[info.name], info) for info in infos]
+
+
+def add_worker(
+    file: ClusterFile, ask: WorkerAsk, others: Sequence[str], placing: Lock, progress: Progress
+) -> WorkerInfo:
+    """Start one more worker, and connect it with those that are there, which go on serving.
+
+    Waits for a node that has room for it, which Ray's autoscaler or a person may bring. One of this name
+    that is there already is only connected.
+
+    Args:
+        file: which asks for it.
+        ask: what it asks for.
+        others: names of the workers that are there.
+        placing: held from the choice of a node until the worker is there.
+        progress: told what is waited for.
+
+    Raises what ``start_workers`` does; the worker is ended then.
+
+    """
+    handle = None
+    try:
+        if ask.name in running_workers():
+            handle = ray.get_actor(ask.name, namespace=NAMESPACE)
+        else:
+            handle = _placed(file, ask, placing, progress)
+        (info,) = _wait_started({ask.name: handle}, progress)
+        handles = {name: ray.get_actor(name, namespace=NAMESPACE) for name in others}
+        infos = [_result(one.start.remote(), STARTED_WITHIN_S) for one in handles.values()]
+        require_same([info, *infos])
+        _connect({handle: infos} | {other: [info] for other in handles.values()}, progress)
+        met = [one for one in infos if one.role != info.role]
+        _wait_for_pairs({**handles, ask.name: handle}, [info, *met], progress)
+    except BaseException:
+        if handle is not None:
+            stop_workers([handle])
+        raise
+    return info
+
+
+def _placed(file: ClusterFile, ask: WorkerAsk, placing: Lock, progress: Progress) -> Any:
+    """Create a worker once there is a node for it."""
+    deadline, told = time.monotonic() + NODE_WITHIN_S, False
+    while True:
+        with placing:
+            try:
+                (placement,) = place([ask], snapshot())
+            except PlacementError as error:
+                if time.monotonic() > deadline:
+                    raise StartError(f"no node had room within {NODE_WITHIN_S:g} s: {error}") from error
+            else:
+                handle = _create(file, ask, placement)
+                ray.wait([handle.versions.remote()], timeout=SCHEDULED_WITHIN_S)
+                progress(f"{ask.name} goes to node {placement.node_name}")
+                return handle
+        if not told:
+            progress(f"{ask.name} waits for a node with {listed(ask.needs())} free")
+            told = True
+        time.sleep(NODE_EVERY_S)
+
+
+def listed(needs: Mapping[str, float]) -> str:
+    """Return resources in words."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
+
+
+def _connect(asked: Mapping[Any, Sequence[WorkerInfo]], progress: Progress) -> None:
+    """Tell workers (their actors) of others, which they measure the ways to."""
+    connected = [handle.connect.remote(list(peers)) for handle, peers in asked.items()]
+    _, waiting = ray.wait(connected, num_returns=len(connected), timeout=CONNECTED_WITHIN_S)
+    if waiting:
+        raise StartError(f"{len(waiting)} workers did not answer in {CONNECTED_WITHIN_S:g} s when connected")
+    for way in (line for reference in connected for line in _result(reference)):
+        progress(way)
 
 
 def _wait_for_pairs(handles: dict[str, Any], infos: Sequence[WorkerInfo], progress: Progress) -> None:
@@ -127,8 +197,18 @@ def _paths(files: dict[str, str]) -> dict[str, Path]:
     return {field: Path(file) for field, file in files.items()}
 
 
-def _create(spec: WorkerSpec, ask: WorkerAsk, placement: Placement) -> Any:
+def _create(file: ClusterFile, ask: WorkerAsk, placement: Placement) -> Any:
     """Create the actor. Only its node has the resources that it asks for, also when that comes back anew."""
+    spec = WorkerSpec(
+        name=ask.name,
+        role=ask.role,
+        model=file.model_on(placement.node_name),
+        engine=file.engine_for(ask.role, placement.node_name),
+        transport=file.transport,
+        s3=store.settings(file),
+        tier=file.s3 is not None and file.s3.tier,
+        tls=None if file.tls is None else TlsFiles(**_paths(file.tls.model_dump())),
+    )
     return (
         ray.remote(Worker)
         .options(
@@ -173,9 +253,11 @@ def _wait_started(handles: dict[str, Any], progress: Progress) -> list[WorkerInf
     return [infos[name] for name in handles]
 
 
-def _result(reference: Any) -> Any:
+def _result(reference: Any, within_s: float | None = None) -> Any:
     try:
-        return ray.get(reference)
+        return ray.get(reference, timeout=within_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise StartError(f"a worker did not answer within {within_s:g} s") from error
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else EngineStartError(str(error)) from None
     except ray.exceptions.RayActorError as error:

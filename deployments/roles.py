@@ -1,8 +1,8 @@
-"""The one place from which workers are told their roles: a small actor beside Ray's head, without CPUs.
+"""The one place that changes workers' roles and their number: a small actor beside Ray's head, without CPUs.
 
-It looks at the workers every second, decides (``deployments/balance.py``) and tells the worker. Gateways
-learn a role from the worker itself. Ray starts the actor again if it dies: it goes on from the roles that
-the workers have then. Imports no vLLM.
+It looks at the workers every second and decides (``deployments/balance.py``, ``deployments/pools.py``).
+Gateways learn a role from the worker itself, and which workers there are from the actor. Ray starts it again
+if it dies: it goes on from the workers and roles that it finds. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from actors.peers import NAMESPACE
 from cluster.file import ClusterFile
 from cluster.names import ROLES
 from deployments.balance import Limits, Loaded, Memory, decide, occupied
+from deployments.members import ACTOR, Members, Version
+from deployments.place import running_workers
+from deployments.pools import Grow, Shrink, resize
+from deployments.worker_pools import WorkerPools
 
 logger = logging.getLogger(__name__)
 
-ACTOR: Final = "roles"
 AT_HEAD: Final = "node:__internal_head__"
 """Ray's own resource of its head node."""
 EVERY_S: Final = 1.0
@@ -41,19 +44,19 @@ class RolesSpec:
     """What the actor needs to know.
 
     Attributes:
-        workers: names of the worker actors.
+        file: the cluster's.
         nodes: for each role, the nodes on which a worker may change to it.
         limits: when roles change.
 
     """
 
-    workers: tuple[str, ...]
+    file: ClusterFile
     nodes: Mapping[Role, frozenset[str]]
     limits: Limits
 
 
 def begin(file: ClusterFile) -> None:
-    """Have the roles of a cluster file's workers follow the load, if it says so and there are any to change.
+    """Have a cluster file's workers follow the load, if it says so and there is anything to change.
 
     Returns at once. One that is there already stays.
     """
@@ -71,28 +74,39 @@ def begin(file: ClusterFile) -> None:
 
 
 def end() -> None:
-    """No role changes any more."""
+    """No role changes any more, and no worker comes or goes."""
     with contextlib.suppress(ValueError, ray.exceptions.RayError):  # there is none, or no cluster any more
         ray.kill(ray.get_actor(ACTOR, namespace=NAMESPACE), no_restart=True)
+
+
+def has_pools(file: ClusterFile) -> bool:
+    """Whether workers are added and given up by load."""
+    return len(file.asks(most=True)) > len(file.asks()) and _routed(file)
 
 
 def spec_of(file: ClusterFile) -> RolesSpec | None:
     """Return what there is to balance; None if no worker could ever change, or the router asks no roles."""
     asks = file.asks()
     nodes = {
-        role: frozenset(node.name for node in file.each_node() if file.may_take(role, node.name))
+        role: frozenset(
+            node.name for node in file.each_node() if file.roles.change and file.may_take(role, node.name)
+        )
         for role in ROLES
     }
     has_both = {ask.role for ask in asks} == set(ROLES)
-    if not file.roles.change or not has_both or len(asks) < 3 or not any(nodes.values()):
-        return None
-    if file.router.mode not in ("adaptive", "always"):
+    change = has_both and len(asks) >= 3 and any(nodes.values()) and _routed(file)
+    if not change and not has_pools(file):
         return None
     roles, slo = file.roles, file.slo
     prompts_s = roles.prompts_s or (slo.ttft_ms / 2e3 if slo.ttft_ms is not None else PROMPTS_S)
     tpot_s = None if slo.tpot_ms is None else slo.tpot_ms / 1e3
     limits = Limits(prompts_s, roles.occupied, roles.spare, roles.smooth_s, roles.hold_s, tpot_s)
-    return RolesSpec(tuple(ask.name for ask in asks), nodes, limits)
+    return RolesSpec(file, nodes, limits)
+
+
+def _routed(file: ClusterFile) -> bool:
+    """Whether the router asks for roles."""
+    return file.router.mode in ("adaptive", "always")
 
 
 class RoleBalancer:
@@ -104,7 +118,20 @@ class RoleBalancer:
         self._known: dict[str, Burden] = {}
         """Each worker as it was when it last answered."""
         self._looked_at = time.monotonic()
+        self._spare_since: Mapping[Role, float] = {}
+        self._pools = WorkerPools(spec.file, self._found())
         threading.Thread(target=self._run, name="roles", daemon=True).start()
+
+    def members(self, gateway: int, version: Version) -> Members | None:
+        """See ``MemberList.asked``."""
+        return self._pools.members.asked(gateway, version)
+
+    def waits(self) -> dict[str, str]:
+        """Return what workers that come or leave wait for, by name."""
+        return self._pools.waits()
+
+    def _found(self) -> set[str]:
+        return running_workers()
 
     def _run(self) -> None:
         while True:
@@ -115,8 +142,8 @@ class RoleBalancer:
                 logger.exception("roles stay as they are for now")
 
     def look(self) -> None:
-        """Ask the workers for their load, and tell one of them its new role if that is called for."""
-        found: dict[str, Burden] = self._ask(self._spec.workers, "burden", ANSWER_S)
+        """Ask the workers for their load; change a role, or the number of workers, if that is called for."""
+        found: dict[str, Burden] = self._ask(sorted(self._pools.members.now().here), "burden", ANSWER_S)
         now = time.monotonic()
         loads = [self._loaded(name, burden, now) for name, burden in found.items()]
         self._looked_at = now
@@ -124,9 +151,27 @@ class RoleBalancer:
             self._tell(name, self._known[name].role, "restart", "it was started anew", list(found))
             del found[name]  # looked at again the next time
         self._known |= found
-        self._memory, change = decide(loads, self._memory, now, self._spec.limits)
+        limits = self._spec.limits
+        self._memory, change = decide(loads, self._memory, now, limits)
         if change is not None:
             self._tell(change.worker, change.to, change.reason, change.why, list(found))
+            return
+        if self._pools.changed_at > self._memory.changed_at:
+            self._memory = replace(self._memory, changed_at=self._pools.changed_at)
+        self._spare_since, resized = resize(
+            loads,
+            self._memory,
+            self._pools.sizes(),
+            self._spare_since,
+            now,
+            limits,
+            self._spec.file.roles.idle_s,
+        )
+        match resized:
+            case Grow(role, by, why):
+                self._pools.grow(role, by, why)
+            case Shrink(name, why):
+                self._pools.shrink(name, why)
 
     def _loaded(self, name: str, burden: Burden, now: float) -> Loaded:
         before = self._known.get(name)

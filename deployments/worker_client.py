@@ -58,7 +58,7 @@ class WorkerClient:
         on_lost: Callable[[WorkerClient, str], None],
     ) -> None:
         self.info, self.handle = info, handle
-        self.alive = False
+        self.alive = self.closed = False
         self.clock_offset = 0.0
         self.on_back: Callable[[WorkerClient], None] | None = None
         """Called when the worker can be reached again."""
@@ -92,6 +92,15 @@ class WorkerClient:
     def sender_lost(self, request_ids: Sequence[str]) -> None:
         """Tell the worker that the prefill worker of these requests is gone; not waited for."""
         self._send(SenderLost(tuple(request_ids)))
+
+    def close(self) -> None:
+        """Hang up for good: its return is not waited for. The caller tries elsewhere what is under way."""
+        self.alive, self.closed = False, True
+        if self._return is not None:
+            self._return.cancel()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     async def stats(self) -> WorkerStats:
         """Return the worker's counters.

@@ -119,7 +119,7 @@ def _drain(cluster: LocalCluster, progress: Progress, within_s: float) -> None:
 
     try:
         connect(cluster)
-        drain({ask.name: ask.role for ask in cluster.file.asks()}, progress, within_s)
+        drain({ask.name: ask.role for ask in cluster.file.asks(most=True)}, progress, within_s)
     except Exception as error:
         progress(f"could not wait for what is being answered: {type(error).__name__}: {error}")
     finally:

@@ -110,11 +110,14 @@ def _connected(cluster: LocalCluster) -> Iterator[bool]:
 
 
 def _view(cluster: LocalCluster, connected: bool) -> Group:
-    tables = [_nodes(cluster, report(cluster))]
+    tables: list[Table | str] = [_nodes(cluster, report(cluster))]
     if connected:
         from actors.overview import overview
+        from deployments.members import waits
 
-        workers = overview({ask.name: ask.role for ask in cluster.file.asks()})
+        always = {ask.name for ask in cluster.file.asks()}
+        workers = overview({ask.name: ask.role for ask in cluster.file.asks(most=True)})
+        workers = [one for one in workers if one.state != "absent" or one.name in always]
         if all(worker.state == "absent" for worker in workers):
             return Group(*tables, "nothing is served; start workers and gateway with: handoff serve FILE\n")
         table = _table("worker", "role", "node", "state", "requests", "waiting", "KV blocks", "KV in flight")
@@ -129,7 +132,7 @@ def _view(cluster: LocalCluster, connected: bool) -> Group:
             table.add_row(worker.name, worker.role, worker.node, _styled(worker.state), *figures)
             for peer, rungs in worker.ways().items():
                 ways.add_row(worker.name, peer, _ways(rungs))
-        tables += [table, ways]
+        tables += [table, ways, *(f"{name}: {line}" for name, line in waits().items())]
     return Group(*tables)
 
 

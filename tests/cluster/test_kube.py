@@ -198,6 +198,18 @@ def test_every_node_is_a_group_that_offers_what_the_node_does() -> None:
     assert HEAD_POD_MEMORY > 2 << 30
 
 
+def test_nodes_of_workers_that_are_not_always_there_come_on_demand() -> None:
+    workers = {"decode": {"count": 2, "most": 4, "spread": False}}
+    cluster = cluster_of(pods(workers=workers))
+    assert cluster["enableInTreeAutoscaling"] is True
+    assert cluster["autoscalerOptions"]["version"] == "v2"
+    groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    replicas = {name: (g["replicas"], g["minReplicas"], g["maxReplicas"]) for name, g in groups.items()}
+    assert replicas == {"a-0": (1, 1, 1), "b-0": (1, 1, 1), "b-1": (0, 0, 1)}
+    fixed = cluster_of(pods(workers={"decode": {"count": 4, "most": 4}}))
+    assert "enableInTreeAutoscaling" not in fixed
+
+
 def test_no_pod_is_root_or_holds_a_token_of_kubernetes() -> None:
     cluster = cluster_of(pods())
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):

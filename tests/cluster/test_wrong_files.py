@@ -147,6 +147,21 @@ FILES = {
         "role: prefill",
         ["workers.decode asks for 2", "no node group offers the role 'decode'", "role: both"],
     ),
+    "fewer workers at most than always": (
+        "decode: {count: 2, cpus: 1}",
+        "decode: {count: 2, most: 1, cpus: 1}",
+        ["workers.decode.most is 1 and count is 2", "count from 1 to 1"],
+    ),
+    "no room for as many workers as there may be": (
+        "decode: {count: 2, cpus: 1}",
+        "decode: {count: 2, most: 3, cpus: 1}",
+        ["decode-worker-2 fits on no node", "decode: 0 free of 2"],
+    ),
+    "no load for workers to follow": (
+        "decode: {count: 2, cpus: 1}",
+        "decode: {count: 1, most: 2, cpus: 1}\nrouter: {mode: replicas}",
+        ["workers.decode.most is 2, but with router.mode: replicas", "adaptive or always"],
+    ),
     "name with capitals": (
         "name: right",
         "name: Right",

@@ -41,7 +41,7 @@ class Client:
         layout = KVLayout("m", "bf16", 1, 128, 1, "x")
         files = ModelFiles("m", "/m")
         self.info = WorkerInfo(name, role, f"node-{name}", 1, files, layout, 1, 1, ("memory",), ("", 0))
-        self.alive, self.client, self.clock_offset = True, 1, 0.0
+        self.alive, self.closed, self.client, self.clock_offset = True, False, 1, 0.0
         self.on_back: object = None
         self.log: list[tuple[str, str]] = []
         self.handovers: list[Handover | None] = []
