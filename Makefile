@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 PACKAGES := handoff experiments deployments actors cluster kv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test rayup-test k8s-test check format bench-serve bench-kv bench-goodput bench-gateway experiments report chaos lock clean
+.PHONY: help setup demo test rayup-test experiments-test k8s-test check format bench-serve bench-kv bench-goodput bench-gateway experiments report chaos lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test: setup ## Run all tests (real vLLM engines on real Ray nodes; some minutes)
 
 rayup-test: setup ## `ray up` for real, between two machines made of namespaces (root, openssh-server, rsync)
 	$(BIN)/python -m pytest -m "" tests/cluster/test_ray_up.py tests/serving/test_hosts.py $(ARGS)
+
+experiments-test: setup ## Head to head and mesh for real, at their smallest (two Ray clusters, two engines; the mesh as root)
+	$(BIN)/python -m pytest -m experiment tests/experiments $(ARGS)
 
 k8s-test: setup ## A real Kubernetes with KubeRay serves through pods; not part of test (root, Debian, Go, kubectl, or KUBECONFIG; 8 minutes, more the first time)
 	$(BIN)/python -m pytest -sv --reruns 0 -x -o timeout=3000 tests/k8s $(ARGS)

@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -80,9 +80,9 @@ class Timing:
 class Client:
     """A client of an OpenAI server, one request at a time. A context manager."""
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url)
-        self._model = model
+        self._model, self._headers = model, dict(headers or {})
         self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
 
     def __enter__(self) -> Self:
@@ -120,7 +120,7 @@ class Client:
         return self._get_json(f"/handoff/requests/{request_id}")
 
     def _stream(self, path: str, body: bytes, request_id: str) -> tuple[float, list[tuple[float, bytes]]]:
-        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        headers = {"Content-Type": "application/json", "X-Request-Id": request_id, **self._headers}
         self._connection.close()  # servers drop connections that rest for a few seconds
         self._connection.connect()  # not part of a request's time
         sent = time.monotonic()

@@ -287,6 +287,16 @@ def _head(run: Run) -> Iterator[tuple[Key, Series]]:
             yield (cell, "transfer_ms"), Series(row["transfer_ms_p50"], False, took)
 
 
+def _mesh(run: Run) -> Iterator[tuple[Key, Series]]:
+    for row in run.results["choices"]:
+        own = [one for one in run.samples if one["case"] == row["choice"]]
+        for measure, seconds in (("ttft_ms", "ttft_s"), ("total_ms", "total_s")):
+            yield (
+                (row["choice"], measure),
+                Series(row[f"{measure}_p50"], False, [one[seconds] * 1e3 for one in own]),
+            )
+
+
 SERIES: Final[Mapping[str, Callable[[Run], Iterator[tuple[Key, Series]]]]] = {
     "bench-kv": _kv,
     "bench-serve": _serve,
@@ -295,5 +305,6 @@ SERIES: Final[Mapping[str, Callable[[Run], Iterator[tuple[Key, Series]]]]] = {
     "probe": _probe,
     "placement": _placement,
     "head-to-head": _head,
+    "mesh": _mesh,
     "verdict": _verdict,
 }

@@ -7,7 +7,6 @@ loopback. Finished cells are kept in the file after each, and are not run again.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import secrets
@@ -28,7 +27,8 @@ from experiments.head_users import Asked
 from experiments.kv_station import Client
 from experiments.local_pair import vocabulary
 from experiments.ray_nodes import ray_nodes
-from experiments.results import Run, load, save
+from experiments.results import Run, save
+from experiments.suite import begun
 
 Progress = Callable[[str], None]
 OBJECT_STORE: Final = 512 << 20
@@ -73,7 +73,7 @@ class Parameters:
 def measure(parameters: Parameters, out: Path, progress: Progress) -> Run:
     """Measure what the file at ``out`` does not have yet, write it there after every cell, and return it."""
     _check(parameters)
-    run = _begun(parameters, out, progress)
+    run = begun(KIND, asdict(parameters), out, progress)
     iperf = shutil.which(kv_bench.IPERF3) is not None
     wanted = [
         cell
@@ -115,18 +115,6 @@ def _check(parameters: Parameters) -> None:
     limited = any(gbit_s is not None for gbit_s in parameters.links)
     if limited and (reason := netns.missing()) is not None:
         raise HeadError(f"{reason}; or give --local: both nodes on loopback, without limits")
-
-
-def _begun(parameters: Parameters, out: Path, progress: Progress) -> Run:
-    """The run at ``out`` if it has these parameters, repeats aside; else a new one."""
-    new = Run.begin(KIND, json.loads(json.dumps(asdict(parameters))))
-    if not out.exists():
-        return new
-    old = load(out, KIND)
-    same = {**old.parameters, "repeats": 0} == {**new.parameters, "repeats": 0}
-    if not same:
-        progress(f"{out} has other parameters; beginning anew")
-    return old if same else new
 
 
 def _with(run: Run, samples: Sequence[Mapping[str, Any]], reasons: Sequence[Mapping[str, str]]) -> Run:

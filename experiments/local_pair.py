@@ -23,8 +23,10 @@ CPUS: Final = 1
 OBJECT_STORE: Final = 512 * 2**20
 
 
-def local_pair(name: str, model: str, engine: Mapping[str, Any] = ENGINE) -> ClusterFile:
-    """Return the cluster file, with a free port for the gateway.
+def local_pair(
+    name: str, model: str, engine: Mapping[str, Any] = ENGINE, links: Mapping[str, Any] | None = None
+) -> ClusterFile:
+    """Return the cluster file, with a free port for the gateway; ``links`` makes nodes hosts of their own.
 
     The cluster's name ends with this process's id: runs at the same time do not meet.
     """
@@ -34,6 +36,7 @@ def local_pair(name: str, model: str, engine: Mapping[str, Any] = ENGINE) -> Clu
             "name": f"{name}-{os.getpid()}",
             "model": model,
             "engine": dict(engine),
+            "links": None if links is None else dict(links),
             "gateway": {"port": free_ports(1)[0]},
             "router": {"mode": "always"},  # the handover is what is shown and measured
             "nodes": {"prefill": {"role": "prefill", **node}, "decode": {"role": "decode", **node}},

@@ -27,8 +27,9 @@ from experiments.children import ChildError
 from experiments.placement import KIND, MEDIA, SOURCE, Case, Medium, machine
 from experiments.probe import resource_of
 from experiments.ray_nodes import ray_nodes
-from experiments.results import Run, load, save
+from experiments.results import Run, save
 from experiments.s3_server import s3_server
+from experiments.suite import begun
 from kv.bucket import Bucket, S3Settings
 from kv.chunk import checksum
 
@@ -152,7 +153,7 @@ def measure(
     """
     there = list(nodes) if nodes is not None else placement.pods(parameters.machines or 0)
     cases = placement.possible(there, parameters.media)
-    run = _begun(parameters, out, progress)
+    run = begun(KIND, asdict(parameters), out, progress)
     todo = placement.missing(run.samples, cases, parameters.repeats)
     if not cases:
         raise PlacementError(f"no case is possible in the pods {', '.join(there)}: {_NEEDED}")
@@ -173,18 +174,6 @@ def measure(
                 run = _with(run, parameters, [*run.samples, sample], there, pods)
                 save(run, out)
     return run
-
-
-def _begun(parameters: Parameters, out: Path, progress: Progress) -> Run:
-    """The run at ``out`` if it has these parameters, repeats aside; else a new one."""
-    new = Run.begin(KIND, json.loads(json.dumps(asdict(parameters))))
-    if not out.exists():
-        return new
-    old = load(out, KIND)
-    same = {**old.parameters, "repeats": 0} == {**new.parameters, "repeats": 0}
-    if not same:
-        progress(f"{out} has other parameters; beginning anew")
-    return old if same else new
 
 
 def _with(run: Run, parameters: Parameters, samples: Sequence[Any], there: Sequence[str], pods: Pods) -> Run:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from experiments import bars, head, kv_plot, placement, probe_map
+from experiments import bars, head, kv_plot, mesh, placement, probe_map
 from experiments.bars import Bar
 from experiments.compare import Finding, finding, of_median, series
 from experiments.results import ResultError, Run, check
@@ -83,6 +83,11 @@ def verdict(runs: Sequence[Run]) -> list[Line]:
             lines.append(_placement_line(run))
         if run.kind == head.KIND:
             lines.append(_head_line(run))
+        if run.kind == mesh.KIND:
+            told = run.results["conclusions"]
+            answer = f"{sum(one['holds'] for one in told)} of {len(told)} claims hold"
+            figures = " ".join(f"{one['figures']}." for one in told)
+            lines.append(Line("Do weights, KV and waiting tokens stay off the gateway?", answer, figures))
     return lines
 
 
@@ -221,7 +226,7 @@ def _beside(run: Run, wanted: Mapping[str, Any] | None) -> list[str]:
     if wanted is None or wanted["kind"] != run.kind:
         return []
     found = []
-    for row in map(_derived, run.results["rows"]):
+    for row in map(_derived, run.results[wanted.get("rows", "rows")]):
         if all(row[name] == value for name, value in wanted["where"].items()):
             value = row[wanted["field"]]
             where = _where(row)
@@ -234,6 +239,10 @@ def _where(row: Mapping[str, Any]) -> str:
     """What tells a row from the others that stand beside the same published figure."""
     if "phases_ms_p50" in row:
         return f"{row['link']}, {row['prompt_tokens']} tokens"
+    if "pair" in row:
+        return f"{row['pair']}, {row['prompt_tokens']} tokens"
+    if "choice" in row:
+        return str(row["choice"])
     if "link" in row:
         return str(row["link"])
     if "loaders" in row:
@@ -254,7 +263,7 @@ def _derived(row: Mapping[str, Any]) -> dict[str, Any]:
     if "loaders" in row:
         by = {f"machine_{name}": seconds for name, seconds in row["by_machine_s_p50"].items()}
         return {**row, **by, "name": row["case"].rpartition(" x")[0]}
-    if "source" in row:
+    if "source" in row or "pair" in row or "choice" in row:
         return dict(row)
     if "phases_ms_p50" in row:
         share = row["transfer_share"]
@@ -529,6 +538,55 @@ def _head_parts(run: Run) -> Parts:
     return tables, plots
 
 
+def _mesh_parts(run: Run) -> Parts:
+    cells = [
+        [
+            f"{row['pair']}, {row['prompt_tokens']} tokens in",
+            f"{row['bytes_per_request'] / 1e3:.1f}",
+            f"{row['bytes_per_token']:.0f}",
+            f"{row['round_trips_per_request']:g}",
+            f"{row['round_trips_per_token']:g}",
+            f"{row['services_bytes_per_request'] / 1e3:.1f}",
+            f"{row['kv_bytes'] / 1e3:.0f}",
+        ]
+        for row in run.results["rows"]
+    ]
+    columns = (
+        "between, prompt",
+        "kB a request",
+        "bytes a token",
+        "round trips a request",
+        "round trips a token",
+        "Ray's own above rest, kB",
+        "KV of a request, kB",
+    )
+    notes = [
+        f"{'Holds' if one['holds'] else 'Does not hold'}: {one['claim']}: {one['figures']}."
+        for one in run.results["conclusions"]
+    ]
+    notes += run.results["recommendation"]
+    choices = run.results["choices"]
+    figures = [
+        [
+            one["choice"],
+            *(_figure(one[f"{name}_p50"]) for name in ("ttft_ms", "tpot_ms", "total_ms", "tokens_s")),
+        ]
+        for one in choices
+    ]
+    title = f"One node at {100 * run.parameters['speed']:.0f} % of its speed: which does what"
+    drawn = [Bar(one["choice"], one["total_ms_p50"], f"{one['total_ms_p50']:.0f}") for one in choices]
+    tables = [
+        Table(
+            "TCP payload on the links, counted from packets; a token's part by two lengths of answer",
+            columns,
+            cells,
+            notes,
+        ),
+        Table(title, ("choice", "first token ms", "per token ms", "all ms", "tokens/s"), figures),
+    ]
+    return tables, [(f"{title}, ms", Markup(bars.draw(drawn, title)))] if drawn else []
+
+
 def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -592,6 +650,7 @@ _PARTS: Final = {
     "probe": _probe_parts,
     "placement": _placement_parts,
     head.KIND: _head_parts,
+    mesh.KIND: _mesh_parts,
     "plan": _plan_parts,
     "verdict": _verdict_parts,
 }

@@ -48,6 +48,18 @@ def run_all(folder: Path, steps: Sequence[Step], progress: Callable[[str], None]
     return failed
 
 
+def begun(kind: str, parameters: Mapping[str, Any], path: Path, progress: Callable[[str], None]) -> Run:
+    """Return the run in a file if it has these parameters, ``repeats`` aside, to go on; else a new one."""
+    new = Run.begin(kind, json.loads(json.dumps(dict(parameters))))
+    if not path.exists():
+        return new
+    old = load(path, kind)
+    same = {**old.parameters, "repeats": 0} == {**new.parameters, "repeats": 0}
+    if not same:
+        progress(f"{path} has other parameters; beginning anew")
+    return old if same else new
+
+
 def done(step: Step, path: Path) -> bool:
     """Whether a file holds a step's run, with the same parameters."""
     try:

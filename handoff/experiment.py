@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from handoff import console, head, interrupt
+from handoff import console, head, interrupt, mesh
 from handoff.status import WIDE
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def placement(
 
 
 app.command("head-to-head")(head.head_to_head)
+app.command("mesh")(mesh.mesh)
 
 
 def _on_cluster(
@@ -162,7 +163,7 @@ def run_everything(
     page: Annotated[Path, typer.Option(help="The report.")] = Path("results/report.html"),
 ) -> None:
     """Run every experiment at a small size, and write one report: probe, placement, transports, ways
-    against each other, plan.
+    against each other, mesh, plan.
 
     Each has its file in the folder; one whose file is there with the same parameters is not run again, and
     an interrupted one goes on where it was. Without root nothing is limited, and it says so.
@@ -203,8 +204,7 @@ def _steps(
 ) -> "Iterator[Step]":
     from dataclasses import asdict
 
-    from experiments import head as against_each_other
-    from experiments import head_run, kv_bench, placement_run, probe
+    from experiments import head_run, kv_bench, mesh_run, placement_run, probe
     from experiments.local_pair import local_model
     from experiments.suite import Step
 
@@ -245,11 +245,19 @@ def _steps(
         device=head.which_device("auto"),
     )
     yield Step(
-        against_each_other.KIND,
+        "head-to-head",
         asdict(against),
         lambda path: head_run.measure(against, path, progress),
         resumes=True,
     )
+    if limited:  # links that are none cannot be counted
+        meshed = mesh_run.Parameters(model, repeats=repeats)
+        yield Step(
+            "mesh",
+            asdict(meshed),
+            lambda path: mesh_run.measure(meshed, path, progress),
+            resumes=True,
+        )
     if plan is not None:
         probed = folder / "probe.json"
         given = {"model": plan, "machines": str(machines), "map": str(probed)}

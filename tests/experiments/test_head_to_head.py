@@ -310,7 +310,7 @@ def test_a_run_is_drawn_and_compared(tmp_path: Path) -> None:
     assert "handoff tcp is the fastest way (29 ms)" in text
 
 
-@pytest.mark.cluster
+@pytest.mark.experiment
 def test_all_of_it_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On loopback, with a real model, two Ray nodes and every way; answers are compared inside."""
     pytest.importorskip("transformers")
