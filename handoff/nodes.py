@@ -65,7 +65,10 @@ def up(
         _announce(start(file, progress))
     else:
         _require(file)
-        _announce(start(file, progress, then=lambda cluster: _serve(cluster, file, progress)))
+        from deployments.local import imports_ahead
+
+        with imports_ahead():
+            _announce(start(file, progress, then=lambda cluster: _serve(cluster, file, progress)))
 
 
 def down(
@@ -102,7 +105,7 @@ def _require(file: ClusterFile) -> None:
 
 def _serve(cluster: LocalCluster, file: ClusterFile, progress: Progress) -> None:
     """Start workers and gateways, which stay."""
-    from deployments.local import start_serving  # imports vLLM: some seconds
+    from deployments.local import start_serving
 
     serving = start_serving(cluster, file, progress)
     console.out.print(f"[bold]{serving.model}[/] is served at {serving.url}/v1")

@@ -41,7 +41,7 @@ def serve(file: File, engine: Engine = "vllm") -> None:
 
     cluster_file = load(file).faked() if engine == "fake" else load(file)
     interrupt.end_in_order()
-    from deployments.local import served  # imports vLLM: some seconds
+    from deployments.local import served  # imports Ray
 
     with contextlib.suppress(KeyboardInterrupt), served(cluster_file, console.progress()) as serving:
         console.out.print(f"[bold]{serving.model}[/] is served at {serving.url}/v1; press Ctrl-C to stop")
@@ -60,6 +60,6 @@ def update(file: File, engine: Engine = "vllm") -> None:
 
     cluster_file = load(file).faked() if engine == "fake" else load(file)
     interrupt.end_in_order()
-    from deployments.local import replace_gateways  # imports vLLM: some seconds
+    from deployments.local import replace_gateways  # imports Ray
 
     replace_gateways(cluster_file, console.progress())
