@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ SCHEDULED_WITHIN_S = 10.0
 STARTED_WITHIN_S = 600.0
 CONNECTED_WITHIN_S = 60.0
 PAIRS_EVERY_S = 0.5
+ANSWER_S = 10.0
+"""A worker that serves answers within this time."""
 NODE_WITHIN_S, NODE_EVERY_S = 1800.0, 1.0
 """How long a worker that is added waits for its node: a machine starts, gigabytes of an image are pulled."""
 RESTARTS = -1
@@ -96,7 +99,7 @@ def add_worker(
     """Start one more worker, and connect it with those that are there, which go on serving.
 
     Waits for a node that has room for it, which Ray's autoscaler or a person may bring. One of this name
-    that is there already is only connected.
+    that is there already is only connected. Others that do not answer now meet it when KV goes there first.
 
     Args:
         file: which asks for it.
@@ -105,27 +108,40 @@ def add_worker(
         placing: held from the choice of a node until the worker is there.
         progress: told what is waited for.
 
-    Raises what ``start_workers`` does; the worker is ended then.
+    Raises what ``start_workers`` does; the worker is ended then, unless it was there and has an engine.
 
     """
-    handle = None
+    handle, serves = None, False
     try:
-        if ask.name in running_workers():
+        if there := ask.name in running_workers():
             handle = ray.get_actor(ask.name, namespace=NAMESPACE)
         else:
             handle = _placed(file, ask, placing, progress)
         (info,) = _wait_started({ask.name: handle}, progress)
+        serves = there
         handles = {name: ray.get_actor(name, namespace=NAMESPACE) for name in others}
-        infos = [_result(one.start.remote(), STARTED_WITHIN_S) for one in handles.values()]
+        infos = _answering(handles)
+        handles = {one.name: handles[one.name] for one in infos}
         require_same([info, *infos])
         _connect({handle: infos} | {other: [info] for other in handles.values()}, progress)
         met = [one for one in infos if one.role != info.role]
         _wait_for_pairs({**handles, ask.name: handle}, [info, *met], progress)
     except BaseException:
-        if handle is not None:
+        if handle is not None and not serves:
             stop_workers([handle])
         raise
     return info
+
+
+def _answering(handles: Mapping[str, Any]) -> list[WorkerInfo]:
+    """Return what those workers tell about themselves that answer soon."""
+    asked = [handle.start.remote() for handle in handles.values()]
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+    found = []
+    for reference in answered:
+        with contextlib.suppress(ray.exceptions.RayError):
+            found.append(ray.get(reference))
+    return found
 
 
 def _placed(file: ClusterFile, ask: WorkerAsk, placing: Lock, progress: Progress) -> Any:
@@ -253,11 +269,9 @@ def _wait_started(handles: dict[str, Any], progress: Progress) -> list[WorkerInf
     return [infos[name] for name in handles]
 
 
-def _result(reference: Any, within_s: float | None = None) -> Any:
+def _result(reference: Any) -> Any:
     try:
-        return ray.get(reference, timeout=within_s)
-    except ray.exceptions.GetTimeoutError as error:
-        raise StartError(f"a worker did not answer within {within_s:g} s") from error
+        return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else EngineStartError(str(error)) from None
     except ray.exceptions.RayActorError as error:

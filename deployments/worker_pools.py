@@ -22,7 +22,7 @@ from cluster.file import ClusterFile
 from cluster.names import ROLES
 from cluster.placement import WorkerAsk
 from deployments.members import MemberList
-from deployments.place import add_worker, stop_workers
+from deployments.place import add_worker, running_workers, stop_workers
 from deployments.pools import Pool
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,8 @@ class WorkerPools:
         except Exception as error:
             logger.error("%s could not be added: %s: %s", ask.name, type(error).__name__, error)
             self._paused_until = time.monotonic() + AGAIN_S
-            self.members.gone(ask.name)
+            if ask.name not in running_workers():
+                self.members.gone(ask.name)
         else:
             self.members.comes(ask.name)
             logger.warning("%s serves", ask.name)

@@ -62,6 +62,9 @@ class Way(Protocol):
     def receive(self, device: str) -> Got:
         """Take what is sent, onto a device."""
 
+    def close(self) -> None:
+        """End threads and sockets."""
+
 
 def to_host(tensors: Tensors) -> tuple[Tensors, float]:
     """Return tensors in host memory, and the seconds it took: 0 where they are there already."""
@@ -146,6 +149,12 @@ class Pickled:
         self._socket.sendall(b"k")
         return Got(tensors, at, decoded, copied)
 
+    def close(self) -> None:
+        """See ``Way``."""
+        for one in (self._socket, self._listener):
+            if one is not None:
+                one.close()
+
 
 class Store:
     """``ray.put`` of the tensors' memory, ``ray.get`` at the other end; the reference by a side channel."""
@@ -180,6 +189,9 @@ class Store:
         tensors, copied = to_device(tensors, device)
         self._side.send_bytes(b"k")
         return Got(tensors, at, decoded, copied)
+
+    def close(self) -> None:
+        """See ``Way``: the store is Ray's."""
 
 
 class Ours:
@@ -237,6 +249,11 @@ class Ours:
         tensors, copied = to_device(tensors, device)
         self._side.send_bytes(b"k")
         return Got(tensors, at, decoded, copied)
+
+    def close(self) -> None:
+        """See ``Way``."""
+        self._pool.shutdown()
+        self._transport.close()
 
     def _fetch(self, ticket: Any, into: Sequence[Run], sums: Sequence[int]) -> None:
         self._transport.fetch(ticket, into, WAIT_S)

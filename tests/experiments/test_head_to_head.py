@@ -1,6 +1,7 @@
 """`handoff experiment head-to-head`: what follows from figures, the ways, resuming, and it all for real."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -167,7 +168,7 @@ def test_a_way_brings_the_same_tensors(name: str, tensors: list[Any]) -> None:
     one, other = Pipe()
     receiver = head_ways.make(name, "127.0.0.1", "", b"k" * 32, other)
     sender = head_ways.make(name, "127.0.0.1", f"127.0.0.1:{receiver.port}", b"k" * 32, one)
-    with ThreadPoolExecutor(1) as pool:
+    with closing(receiver), closing(sender), ThreadPoolExecutor(1) as pool:
         for _ in range(2):
             waiting = pool.submit(receiver.receive, "cpu")
             sent = sender.send(tensors)
@@ -187,7 +188,7 @@ def test_damage_on_the_way_is_an_error(tensors: list[Any]) -> None:
     one, other = Pipe()
     sender = head_ways.Ours(TcpTransport("127.0.0.1", b"k" * 32), one, near=False)
     receiver = head_ways.Ours(Spoiling("127.0.0.1", b"k" * 32), other, near=False)
-    with ThreadPoolExecutor(1) as pool:
+    with closing(receiver), closing(sender), ThreadPoolExecutor(1) as pool:
         sending = pool.submit(sender.send, tensors)
         with pytest.raises(TransferError, match="damaged"):
             receiver.receive("cpu")
