@@ -43,6 +43,10 @@ class WorkerAsk:
     labels: Mapping[str, str] = field(default_factory=dict)
     spread: bool | None = None
 
+    def wants(self) -> list[str]:
+        """Those resources in words, such as ``1 decode``."""
+        return [f"{amount:g} {name}" for name, amount in self.needs().items()]
+
     def needs(self) -> dict[str, float]:
         """Ray resources that a node must have free for this worker."""
         needs: dict[str, float] = {self.role: 1.0, "CPU": self.cpus, "GPU": self.gpus}
@@ -127,7 +131,7 @@ def _placement(ask: WorkerAsk, offer: NodeOffer) -> Placement:
 
 
 def _explain(ask: WorkerAsk, rooms: Sequence[_Room]) -> str:
-    wanted = [f"{amount:g} {name}" for name, amount in ask.needs().items()]
+    wanted = ask.wants()
     wanted += [f"node {ask.node}"] if ask.node else []
     wanted += [f"label {key}={value}" for key, value in ask.labels.items()]
     lines = [f"{ask.name} fits on no node. It asks for {', '.join(wanted)}."]

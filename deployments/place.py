@@ -160,14 +160,9 @@ def _placed(file: ClusterFile, ask: WorkerAsk, placing: Lock, progress: Progress
                 progress(f"{ask.name} goes to node {placement.node_name}")
                 return handle
         if not told:
-            progress(f"{ask.name} waits for a node with {listed(ask.needs())} free")
+            progress(f"{ask.name} waits for a node with {', '.join(ask.wants())} free")
             told = True
         time.sleep(NODE_EVERY_S)
-
-
-def listed(needs: Mapping[str, float]) -> str:
-    """Return resources in words."""
-    return ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
 
 
 def _connect(asked: Mapping[Any, Sequence[WorkerInfo]], progress: Progress) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from experiments.conclusions import Conclusion, ms_p50
+
 KIND: Final = "head-to-head"
 PICKLE, STORE = "pickle over tcp", "ray object store"
 OURS: Final = ("handoff tcp", "handoff plasma")
@@ -120,7 +122,7 @@ def rows(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for taken in groups.values():
         first = taken[0]
         limit = _iperf(samples, first["link"])
-        ms = {name: _ms([one["phases_s"][name] for one in taken]) for name in PHASES}
+        ms = {name: ms_p50([one["phases_s"][name] for one in taken]) for name in PHASES}
         transfers = [sum(one["phases_s"][name] for name in TRANSFER) for one in taken]
         wires = [one["phases_s"]["network"] for one in taken]
         handed = first["kv_bytes"] > 0
@@ -131,10 +133,10 @@ def rows(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "prompt_tokens": first["prompt_tokens"],
                 "kv_bytes": first["kv_bytes"],
                 "phases_ms_p50": ms,
-                "transfer_ms_p50": _ms(transfers),
-                "ttft_ms_p50": _ms([one["ttft_s"] for one in taken]),
-                "decode_ms_p50": _ms([one["decode_s"] for one in taken]),
-                "total_ms_p50": _ms([one["ttft_s"] + one["decode_s"] for one in taken]),
+                "transfer_ms_p50": ms_p50(transfers),
+                "ttft_ms_p50": ms_p50([one["ttft_s"] for one in taken]),
+                "decode_ms_p50": ms_p50([one["decode_s"] for one in taken]),
+                "total_ms_p50": ms_p50([one["ttft_s"] + one["decode_s"] for one in taken]),
                 "tokens_s_p50": round(
                     median((one["output_tokens"] - 1) / one["decode_s"] for one in taken), 2
                 ),
@@ -192,8 +194,8 @@ def encoding_rows(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             found.append(
                 {
                     "case": name,
-                    "encode_ms_p50": _ms([one["encode_s"] for one in taken]),
-                    "decode_ms_p50": _ms([one["decode_s"] for one in taken]),
+                    "encode_ms_p50": ms_p50([one["encode_s"] for one in taken]),
+                    "decode_ms_p50": ms_p50([one["decode_s"] for one in taken]),
                     "bytes": taken[0]["bytes"],
                     "samples": len(taken),
                 }
@@ -215,7 +217,7 @@ def user_rows(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 line[f"{name}_gbit_s_p50"] = round(
                     median(one["kv_bytes"] * users * 8 / one["seconds"] / 1e9 for one in of), 3
                 )
-                line[f"{name}_slowest_ms_p50"] = _ms([one["seconds"] for one in of])
+                line[f"{name}_slowest_ms_p50"] = ms_p50([one["seconds"] for one in of])
                 line["samples"] = len(of)
             else:
                 line["several_by_one"] = round(line["several_gbit_s_p50"] / line["one_gbit_s_p50"], 3)
@@ -243,20 +245,7 @@ def _share(nbytes: int, seconds: Sequence[float], limit: float | None) -> float 
     return None if limit is None else round(nbytes * 8 / median(seconds) / 1e9 / limit, 4)
 
 
-def _ms(seconds: Sequence[float]) -> float:
-    return round(median(seconds) * 1e3, 3)
-
-
 # -- what follows
-
-
-@dataclass(frozen=True, slots=True)
-class Conclusion:
-    """A claim of the report, the figures here, and whether it holds."""
-
-    claim: str
-    figures: str
-    holds: bool
 
 
 POINTER: Final = 0.1

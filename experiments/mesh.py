@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from experiments.conclusions import Conclusion, ms_p50
+
 KIND: Final = "mesh"
 PAIRS: Final = ("gateway - prefill", "gateway - decode", "prefill - decode")
 THROUGH: Final = PAIRS[:2]
@@ -120,27 +122,14 @@ def choice_rows(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             lines.append(
                 {
                     "choice": choice.name,
-                    "ttft_ms_p50": _ms([one["ttft_s"] for one in own]),
-                    "tpot_ms_p50": _ms([one["tpot_s"] for one in own]),
-                    "total_ms_p50": _ms([one["total_s"] for one in own]),
+                    "ttft_ms_p50": ms_p50([one["ttft_s"] for one in own]),
+                    "tpot_ms_p50": ms_p50([one["tpot_s"] for one in own]),
+                    "total_ms_p50": ms_p50([one["total_s"] for one in own]),
                     "tokens_s_p50": round(1 / median(one["tpot_s"] for one in own), 2),
                     "samples": len(own),
                 }
             )
     return lines
-
-
-def _ms(seconds: Sequence[float]) -> float:
-    return round(median(seconds) * 1e3, 3)
-
-
-@dataclass(frozen=True, slots=True)
-class Conclusion:
-    """A claim, the figures here, and whether it holds."""
-
-    claim: str
-    figures: str
-    holds: bool
 
 
 LITTLE: Final = 0.1

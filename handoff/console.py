@@ -1,9 +1,11 @@
 """Where the command line prints: results to standard output, progress and errors to standard error."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 out = Console(highlight=False, soft_wrap=True)
@@ -17,6 +19,15 @@ def fail(error: Exception) -> None:
     err.print(Text.assemble(("error: ", "bold red"), message))
     if not ours:
         err.print("this may be a mistake in handoff; HANDOFF_DEBUG=1 shows where it came from", style="dim")
+
+
+def tell_conclusions(to: Console, title: str, conclusions: Sequence[Mapping[str, Any]]) -> None:
+    """Print the claims of a published report, the figures here, and which of them hold."""
+    to.print(f"\n[bold]{title}[/]")
+    for one in conclusions:
+        mark = "[green]holds[/]" if one["holds"] else "[yellow]does not hold[/]"
+        why = f" Why: {one['why']}." if one.get("why") else ""
+        to.print(f"  {mark}: {escape(one['claim'])}: {escape(one['figures'])}.{escape(why)}")
 
 
 def progress() -> Callable[[str], None]:

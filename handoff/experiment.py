@@ -143,11 +143,7 @@ def _show_placement(results: Any, parameters: Mapping[str, Any]) -> None:
         )
     out = console.out if console.out.is_terminal else Console(highlight=False, width=WIDE)
     out.print(table)
-    out.print("\n[bold]What the report concluded[/]")
-    for one in results["conclusions"]:
-        mark = "[green]holds[/]" if one["holds"] else "[yellow]does not hold[/]"
-        why = f" Why: {one['why']}." if one["why"] else ""
-        out.print(f"  {mark}: {escape(one['claim'])}: {escape(one['figures'])}.{escape(why)}")
+    console.tell_conclusions(out, "What the report concluded", results["conclusions"])
     for one in results["not_measured"]:
         console.err.print(f"not measured: {one['case']}: {one['reason']}", style="yellow")
 

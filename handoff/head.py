@@ -129,10 +129,7 @@ def show(results: Mapping[str, Any]) -> None:
     out.print(table)
     for one in results["links"]:
         out.print(f"iperf3 on {one['link']}, {one['streams']} streams: {one['gbit_s_p50']:.2f} Gbit/s")
-    out.print("\n[bold]What the report concluded[/]")
-    for one in results["conclusions"]:
-        mark = "[green]holds[/]" if one["holds"] else "[yellow]does not hold[/]"
-        out.print(f"  {mark}: {escape(one['claim'])}: {escape(one['figures'])}.")
+    console.tell_conclusions(out, "What the report concluded", results["conclusions"])
     out.print("\n[bold]What to do[/]")
     for line in results["recommendation"]:
         out.print(f"  {escape(line)}")

@@ -96,10 +96,7 @@ def show(results: Mapping[str, Any]) -> None:
         figures = (row["ttft_ms_p50"], row["tpot_ms_p50"], row["total_ms_p50"], row["tokens_s_p50"])
         table.add_row(row["choice"], *(f"{figure:.1f}" for figure in figures))
     out.print(table)
-    out.print("\n[bold]What was claimed[/]")
-    for one in results["conclusions"]:
-        mark = "[green]holds[/]" if one["holds"] else "[yellow]does not hold[/]"
-        out.print(f"  {mark}: {escape(one['claim'])}: {escape(one['figures'])}.")
+    console.tell_conclusions(out, "What was claimed", results["conclusions"])
     out.print("\n[bold]What to do[/]")
     for line in results["recommendation"]:
         out.print(f"  {escape(line)}")
