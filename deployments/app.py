@@ -104,8 +104,9 @@ def _stop(file: ClusterFile, workers: Sequence[PlacedWorker]) -> None:
     ending.join(GRACEFUL_S)
     stop_workers([worker.handle for worker in workers])
     if has_pools(file):
-        added = running_workers() - {worker.info.name for worker in workers}
-        stop_workers([ray.get_actor(name, namespace=NAMESPACE) for name in added])
+        for name in running_workers() - {worker.info.name for worker in workers}:
+            with contextlib.suppress(ValueError):  # it was leaving, and has left
+                stop_workers([ray.get_actor(name, namespace=NAMESPACE)])
         request_resources(bundles=[])  # the autoscaler gives their nodes back
     ending.join(ENDED_WITHIN_S)
 
