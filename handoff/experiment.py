@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from handoff import console, head, interrupt, mesh
+from handoff import console, head, interrupt, mesh, pipeline, where
 from handoff.status import WIDE
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def placement(
 
 app.command("head-to-head")(head.head_to_head)
 app.command("mesh")(mesh.mesh)
+app.command("where-time-goes")(where.where_time_goes)
+app.command("pipeline")(pipeline.pipeline)
 
 
 def _on_cluster(
@@ -159,7 +161,7 @@ def run_everything(
     page: Annotated[Path, typer.Option(help="The report.")] = Path("results/report.html"),
 ) -> None:
     """Run every experiment at a small size, and write one report: probe, placement, transports, ways
-    against each other, mesh, plan.
+    against each other, mesh, where time goes, pipeline stages, plan.
 
     Each has its file in the folder; one whose file is there with the same parameters is not run again, and
     an interrupted one goes on where it was. Without root nothing is limited, and it says so.
@@ -200,7 +202,7 @@ def _steps(
 ) -> "Iterator[Step]":
     from dataclasses import asdict
 
-    from experiments import head_run, kv_bench, mesh_run, placement_run, probe
+    from experiments import head_run, kv_bench, mesh_run, pipeline_run, placement_run, probe, where_run
     from experiments.local_pair import local_model
     from experiments.suite import Step
 
@@ -254,6 +256,20 @@ def _steps(
             lambda path: mesh_run.measure(meshed, path, progress),
             resumes=True,
         )
+        apart = where_run.Parameters(model, chunks=(256, 2048), repeats=repeats)
+        yield Step(
+            "where-time-goes",
+            asdict(apart),
+            lambda path: where_run.measure(apart, path, progress),
+            resumes=True,
+        )
+    staged = pipeline.parameters_of(model, 1.0 if limited else None, repeats=repeats)
+    yield Step(
+        "pipeline",
+        asdict(staged),
+        lambda path: pipeline_run.measure(staged, path, progress),
+        resumes=True,
+    )
     if plan is not None:
         probed = folder / "probe.json"
         given = {"model": plan, "machines": str(machines), "map": str(probed)}
