@@ -179,10 +179,10 @@ def test_it_serves_and_pods_are_what_the_file_says(lab: Lab) -> None:
 def test_a_lost_pod_and_new_gateways_cost_no_request(lab: Lab, applied: Path) -> None:
     """Gateways are replaced while the lost pod's worker comes back; the new ones find it."""
     before, cluster = uids(lab), active(lab)
-    lost = "decode-0"
-    worker = next(name for name, each in workers(lab).items() if each["node"] == lost)
     with asking(lab) as load:
-        load.wait(3, 60, f">{worker}")
+        load.wait(3, 60, ">")
+        worker = load.answers[-1]["path"].split(";")[0].split(">")[1]
+        lost = workers(lab)[worker]["node"]
         pod = lab.pods()[lost]["metadata"]["name"]
         lab.kubectl("delete", "pod", pod, "--grace-period=0", "--force")
         load.wait(30, 60)
@@ -197,19 +197,24 @@ def test_a_lost_pod_and_new_gateways_cost_no_request(lab: Lab, applied: Path) ->
 
 
 def test_what_workers_are_made_from_makes_a_new_cluster_and_nothing_is_lost(lab: Lab, applied: Path) -> None:
-    """From fake engines to vLLM's, and from three nodes to two."""
+    """From fake engines to vLLM's, from three nodes to two; one has more memory, and both roles."""
     cluster = active(lab)
+    edited = small(lab, engine={**VLLM, "kv_cache_memory_bytes": 1 << 30})
+    edited["nodes"]["prefill"] |= {"memory": "3.5GiB", "role": "both"}
     with asking(lab) as load:
         load.wait(3, 30)
-        engines = {**VLLM, "kv_cache_memory_bytes": 1 << 30}
-        lab.kubectl("apply", "-k", write(small(lab, engine=engines), lab, applied) / "test")
+        lab.kubectl("apply", "-k", write(edited, lab, applied) / "test")
         until(lambda: active(lab) != cluster, "the new cluster serves", READY_WITHIN_S)
         until(lambda: set(workers(lab)) == {"prefill-worker-0", "decode-worker-0"}, "requests go there", 60)
         load.wait(5, 60, "always")
         until(lambda: len(lab.get("rayclusters")) == 1, "the old cluster is gone", GONE_WITHIN_S)
         load.wait(20, 60)
         assert load.lost() == []
-    assert set(lab.pods()) == {"head", "prefill-0", "decode-0"}
+    pods = lab.pods()
+    assert set(pods) == {"head", "prefill-0", "decode-0"}
+    more = pods["prefill-0"]
+    assert more["spec"]["containers"][0]["resources"]["limits"]["memory"] == "4196Mi"
+    assert more["metadata"]["labels"]["handoff.role"] == "both"
 
 
 def test_an_experiment_runs_as_a_job_on_nodes_that_come_and_go(lab: Lab, applied: Path) -> None:
