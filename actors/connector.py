@@ -59,6 +59,11 @@ def _handover_of(request: Request) -> Handover | None:
     return (request.kv_transfer_params or {}).get(PARAM)
 
 
+def _handover_in(extra: Mapping[str, Any] | None) -> Handover | None:
+    """As ``_handover_of``, from the request's sampling parameters."""
+    return ((extra or {}).get("kv_transfer_params") or {}).get(PARAM)
+
+
 @dataclass
 class StepPlan(KVConnectorMetadata):
     """What the scheduler side tells the worker side about one engine step."""
@@ -94,6 +99,7 @@ class SchedulerSide:
         """Requests that the tier has nothing more for."""
         self._recalling: set[str] = set()
         self._recalls: list[tuple[str, list[int], tuple[int, int]]] = []
+        self._recalled_tokens: dict[str, int] = {}
 
     def bind(self, blocks: KVCacheManager) -> None:
         """Take the manager that knows which blocks a request has."""
@@ -174,6 +180,7 @@ class SchedulerSide:
         assert found is not None
         self._recalled.add(request_id)
         self._recalling.add(request_id)
+        self._recalled_tokens[request_id] = external
         self._recalls.append((request_id, block_ids, (found.end - external, found.end)))
 
     def plan(self, step: SchedulerOutput) -> StepPlan:
@@ -182,6 +189,11 @@ class SchedulerSide:
         plan.opened, self._opened = self._opened, []
         plan.recalls, self._recalls = self._recalls, []
         self._link.computed_tokens += step.total_num_scheduled_tokens
+        for new in step.scheduled_new_reqs:
+            params = new.sampling_params
+            if not isinstance(_handover_in(params.extra_args if params else None), ReceiveFrom):
+                recalled = self._recalled_tokens.pop(new.req_id, 0)
+                self._link.prefixes.count(len(new.prompt_token_ids or ()), new.num_computed_tokens, recalled)
         assert self._blocks is not None
         before = _computed_before(step)
         self._link.meter.planned(_work(before, step.num_scheduled_tokens))
@@ -231,6 +243,7 @@ class SchedulerSide:
         self._loaded.discard(request_id)
         self._recalled.discard(request_id)
         self._recalling.discard(request_id)
+        self._recalled_tokens.pop(request_id, None)
         self._kept.pop(request_id, None)
         if isinstance(_handover_of(request), ReceiveFrom):
             self._link.receiver.close(request_id)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from actors.decode import AskAgain, Receiver
 from actors.holds import Holds
 from actors.marks import Marks
+from actors.messages import PrefixCounts
 from actors.packing import block_order, heads_of, learn
 from actors.prefill import Post, Sender
 from actors.rungs import Rungs
@@ -75,6 +76,7 @@ class Link:
         self._post, self._again, self._on_failed, self._bucket = post, again, on_failed, bucket
         self.marks, self.meter, self.holds = Marks(), Meter(), Holds()
         self.computed_tokens = 0
+        self.prefixes = PrefixCounts()
 
     def register_caches(
         self,

@@ -8,7 +8,7 @@ a success.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from actors.steps import StepModel
@@ -371,6 +371,37 @@ class OutputBatch:
     recalled: Mapping[str, Recalled] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class PrefixCounts:
+    """Of the prompts that a worker has begun to compute, since the start; not those that were handed to it.
+
+    Attributes:
+        requests: how many.
+        queries: their tokens.
+        hits: those whose KV was in this worker's cache.
+        tier_hits: those whose KV was loaded from the bucket's tier.
+
+    """
+
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    tier_hits: int = 0
+
+    def count(self, prompt: int, computed: int, recalled: int) -> None:
+        """Count a prompt: its tokens, those that need not be computed, and those of them from the tier."""
+        self.requests += 1
+        self.queries += prompt
+        self.hits += computed - recalled
+        self.tier_hits += recalled
+
+    def since(self, before: PrefixCounts | None) -> PrefixCounts:
+        """Return what came after those of before; all of it if the worker was started anew."""
+        if before is None or self.queries < before.queries:
+            return replace(self)
+        return PrefixCounts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
     """Counters and gauges of a worker.
@@ -391,6 +422,7 @@ class WorkerStats:
         failed: publications and fetches that failed here, by ``rung cause``, since the start.
         rates: estimated bytes per second by ``peer rung``; 0 while a rung is broken.
         computed_tokens: tokens whose KV this engine has computed itself, since the start.
+        prefixes: what was found in caches, since the start.
         tier: counters of the bucket's tier by name (``actors/tier.py``), since the start; empty without one.
         stepped: requests that the engine steps.
         waiting: those that wait there, for a step or for KV.
@@ -414,6 +446,7 @@ class WorkerStats:
     failed: Mapping[str, int] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     computed_tokens: int = 0
+    prefixes: PrefixCounts = field(default_factory=PrefixCounts)
     tier: Mapping[str, int] = field(default_factory=dict)
     stepped: int = 0
     waiting: int = 0

@@ -115,7 +115,7 @@ def share_cache(worker: Any) -> Shared:
     new = torch.frombuffer(mmap.mmap(fd, old.nbytes()), dtype=torch.uint8).untyped_storage()
     for view in views.values():
         view.set_(new, view.storage_offset(), view.size(), view.stride())
-    _take_names_away()
+    take_names_away()
     layers = tuple(
         (name, view.data_ptr() - new.data_ptr(), tuple(view.shape), view.dtype)
         for name, view in caches.items()
@@ -123,7 +123,7 @@ def share_cache(worker: Any) -> Shared:
     return Shared(os.getpid(), fd, old.nbytes(), layers)
 
 
-def _take_names_away() -> None:
+def take_names_away() -> None:
     """Unlink the shared memory and semaphores of vLLM's ranks: all have opened them, and nobody else will.
 
     vLLM removes them when a rank ends in peace, Python's resource tracker after a death; but Ray ends that

@@ -225,6 +225,7 @@ class Worker:
             failed={" ".join(key): count for key, count in tally.failed.copy().items()},
             rates={" ".join(key): rate for key, rate in link.rungs.rates().items()},
             computed_tokens=link.computed_tokens,
+            prefixes=replace(link.prefixes),
             tier={} if link.tier is None else link.tier.counters(),
             stepped=stepped,
             waiting=waiting,

@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import ray
 from ray import serve
@@ -14,16 +13,14 @@ from ray.autoscaler.sdk import request_resources
 
 from actors.peers import NAMESPACE
 from cluster import api_keys
-from cluster.file import ClusterFile, Objectives
+from cluster.file import ClusterFile
 from cluster.names import GATEWAY
 from deployments import roles
 from deployments.errors import StartError
-from deployments.gateway import DRAIN_S, Gateway, GatewaySpec, listen
 from deployments.options import server_arguments
 from deployments.place import PlacedWorker, Progress, running_workers, start_workers, stop_workers
-from deployments.planner import Routing
+from deployments.replica import DRAIN_S, Replica, listen
 from deployments.roles import has_pools
-from deployments.router import Slo
 
 APP = "handoff"
 GATEWAY_ENV = {"VLLM_CONFIGURE_LOGGING": "0"}
@@ -72,7 +69,7 @@ def start(file: ClusterFile, progress: Progress) -> Serving:
     except BaseException:
         _stop(file, workers)
         raise
-    return Serving(url, _served_name(file), tuple(workers))
+    return Serving(url, file.served_name, tuple(workers))
 
 
 def update(file: ClusterFile, progress: Progress) -> None:
@@ -120,44 +117,17 @@ def _check_gateway(file: ClusterFile) -> None:
     """Raise ``StartError`` for what would keep the gateway from starting on this node."""
     listen(file.gateway.host, file.gateway.port, shared=False).close()
     api_keys.read(file.gateway.api_keys_file)
-    server_arguments(file.model, _served_name(file), file.gateway.options)
-
-
-def _served_name(file: ClusterFile) -> str:
-    return file.served_model_name or Path(file.model).name
-
-
-def _routing(file: ClusterFile) -> Routing:
-    def seconds(ms: float | None) -> float | None:
-        return None if ms is None else ms / 1e3
-
-    def slo(of: Objectives) -> Slo:
-        return Slo(seconds(of.ttft_ms), seconds(of.tpot_ms))
-
-    classes = {name: slo(of) for name, of in file.slo.classes.items()}
-    return Routing(file.router.mode, file.router.shadow, slo(file.slo), classes)
+    if file.gateway.options:
+        server_arguments(file.model, file.served_name, file.gateway.options)  # imports vLLM
 
 
 def gateways(file: ClusterFile, workers: Sequence[str]) -> serve.Application:
     """Return the gateways in front of these workers as what Serve runs."""
-    spec = GatewaySpec(
-        model=file.model,
-        served_name=_served_name(file),
-        engine=dict(file.engine),
-        workers=tuple(workers),
-        recompute=(file.recompute.tokens_per_s, file.recompute.burst_s),
-        routing=_routing(file),
-        pools=has_pools(file),
-        options=dict(file.gateway.options),
-        limits=file.gateway.limits,
-        api_keys_file=file.gateway.api_keys_file,
-        otlp_endpoint=file.gateway.otlp_endpoint,
-    )
     deployment = serve.deployment(
-        Gateway,
+        Replica,
         name="gateway",
         num_replicas=file.gateway.replicas,
-        user_config={"host": file.gateway.host, "port": file.gateway.port},
+        user_config={"host": file.gateway.host, "port": file.gateway.port},  # has Serve call `reconfigure`
         graceful_shutdown_timeout_s=DRAIN_S + 10,
         max_surge_percent=100,  # an update starts a replica before it stops one
         ray_actor_options={
@@ -166,7 +136,7 @@ def gateways(file: ClusterFile, workers: Sequence[str]) -> serve.Application:
             "runtime_env": {"env_vars": dict(GATEWAY_ENV)},
         },
     )
-    return deployment.bind(spec)
+    return deployment.bind(file, tuple(workers))
 
 
 def _run_gateways(file: ClusterFile, workers: Sequence[str], progress: Progress) -> str:
@@ -178,5 +148,5 @@ def _run_gateways(file: ClusterFile, workers: Sequence[str], progress: Progress)
     except RuntimeError as error:
         raise StartError(f"the gateways did not come up: {error}") from error
     url = f"http://{file.gateway.host}:{file.gateway.port}"
-    progress(f"serving {_served_name(file)} at {url}/v1")
+    progress(f"serving {file.served_name} at {url}/v1")
     return url

@@ -21,10 +21,12 @@ from actors.frames import decode_outputs, encode_request
 from actors.messages import Handed, OutputBatch, Recalled, ReceiveFrom, SendTo, WorkerStats
 from deployments import split
 from deployments.budget import Budget
-from deployments.errors import NoWorker, Overloaded, RequestLost
+from deployments.errors import RequestLost
 from deployments.ledger import Record
 from deployments.planner import Plan, Planner, facts_of
-from deployments.router import NO_SLO, Policy, Route, Slo
+from deployments.refusals import NoWorker, Overloaded
+from deployments.router import Policy, Route
+from deployments.snapshot import NO_SLO, Slo
 from deployments.split import Mode, Split
 from deployments.worker_client import WorkerClient
 

@@ -30,10 +30,11 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from cluster.fake import FAKE
 from cluster.file import Limits
 from deployments.dispatch import Dispatcher
-from deployments.errors import AnswerTooLate, Overloaded, Unmeetable
 from deployments.ledger import Ledger, Record, current
+from deployments.refusals import AnswerTooLate, Overloaded, Unmeetable
 from deployments.rendering import renderer_of
-from deployments.router import POLICIES, Policy, Slo
+from deployments.router import POLICIES, Policy
+from deployments.snapshot import Slo
 
 logger = logging.getLogger(__name__)
 

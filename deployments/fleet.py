@@ -18,19 +18,11 @@ import numpy as np
 
 from actors.messages import LoadReport, WorkerInfo
 from actors.steps import PRIOR, StepModel
+from deployments.costs import SHARE_DECAY_S
 from deployments.estimates import Quantile
 from deployments.prefixes import Prefixes, chain
-from deployments.router import (
-    COLUMNS,
-    EXACT,
-    SHARE_DECAY_S,
-    Ask,
-    Link,
-    Prediction,
-    Route,
-    Snapshot,
-    WorkerState,
-)
+from deployments.router import EXACT, Prediction, Route
+from deployments.snapshot import COLUMNS, Ask, Link, Snapshot, WorkerState
 
 KEPT_WEIGHT: Final = 0.2
 LATE: Final = 0.1

@@ -1,15 +1,9 @@
-"""Serving: on the machines of the cluster file, or on a cluster of this one, brought up for it if need be.
-
-``deployments.app`` imports vLLM, which takes ten seconds of a core: here, while nodes start.
-"""
+"""Serving: on the machines of the cluster file, or on a cluster of this one, brought up for it if need be."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import ray
 
@@ -21,21 +15,8 @@ from cluster.local import LocalCluster, held, running
 from cluster.nodes import wait_for_nodes
 from cluster.ray_start import HOSTS_TOKEN
 from deployments import store
+from deployments.app import Serving, serving, start, update
 from deployments.place import Progress
-
-if TYPE_CHECKING:
-    from deployments.app import Serving
-
-
-@contextlib.contextmanager
-def imports_ahead() -> Iterator[None]:
-    """What serving needs is imported beside the block; it does not end before."""
-    thread = threading.Thread(target=importlib.import_module, args=("deployments.app",), name="imports")
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()  # a process does not end well amid imports
 
 
 def replace_gateways(file: ClusterFile, progress: Progress) -> None:
@@ -50,8 +31,6 @@ def replace_gateways(file: ClusterFile, progress: Progress) -> None:
     else:
         raise NotRunningError(f"no cluster called {file.name!r} runs here; serve it with: handoff serve FILE")
     try:
-        from deployments.app import update
-
         update(file, progress)
     finally:
         ray.shutdown()
@@ -59,8 +38,6 @@ def replace_gateways(file: ClusterFile, progress: Progress) -> None:
 
 def start_serving(cluster: LocalCluster, file: ClusterFile, progress: Progress) -> Serving:
     """Serve a cluster file on its nodes here; outlives this process. See ``deployments.app.start``."""
-    from deployments.app import start
-
     connect(cluster)
     try:
         return start(file, progress)
@@ -92,12 +69,9 @@ def served(file: ClusterFile, progress: Progress) -> Iterator[Serving]:
                 preflight.require(file)
             store.require(file)
             if cluster is None:
-                with imports_ahead():
-                    cluster = stack.enter_context(held(file, progress))
+                cluster = stack.enter_context(held(file, progress))
             connect(cluster)
             stack.callback(ray.shutdown)
-        from deployments.app import serving
-
         yield stack.enter_context(serving(file, progress))
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import REGISTRY, Collector
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
-from actors.messages import WorkerStats
+from actors.messages import PrefixCounts, WorkerStats
 from deployments.ledger import FIRST_TOKEN_CHAIN, HANDOVER_CHAIN, Record
 from deployments.worker_client import WorkerClient
 
@@ -99,6 +99,7 @@ class WorkerMetrics(Collector):
     ) -> None:
         self._workers, self._report = workers, report
         self._latest: list[Seen] = []
+        self._prefixes: dict[str, PrefixCounts] = {}
 
     def register(self) -> None:
         """Show them in this process's ``/metrics``."""
@@ -113,7 +114,8 @@ class WorkerMetrics(Collector):
                 Seen(w.info.name, w.info.role, w.info.node, w.info.kv_blocks, w.alive, stats)
                 for w, stats in zip(workers, found, strict=True)
             ]
-            self._report(together(self._latest))
+            self._report(together(self._latest, self._prefixes))
+            self._prefixes |= {one.name: one.stats.prefixes for one in self._latest if one.stats is not None}
             await asyncio.sleep(POLL_S)
 
     def collect(self) -> Iterator[Metric]:
@@ -131,14 +133,28 @@ async def _ask(worker: WorkerClient) -> WorkerStats | None:
         return None
 
 
-def together(workers: Sequence[Seen]) -> SchedulerStats:
-    """Return vLLM's statistics of all engines: requests in their batches and waiting, share of KV in use."""
+def together(workers: Sequence[Seen], before: Mapping[str, PrefixCounts]) -> SchedulerStats:
+    """Return vLLM's statistics of all engines, as of one. Prompts count where they are computed.
+
+    Args:
+        workers: as they are now.
+        before: what each had counted at the last report: vLLM counts on from there.
+
+    """
+    found = [worker.stats.prefixes.since(before.get(worker.name)) for worker in workers if worker.stats]
+    local, tier = PrefixCacheStats(), PrefixCacheStats()
+    for one in found:
+        local.requests, tier.requests = local.requests + one.requests, tier.requests + one.requests
+        local.queries, tier.queries = local.queries + one.queries, tier.queries + one.queries - one.hits
+        local.hits, tier.hits = local.hits + one.hits, tier.hits + one.tier_hits
     told = [(worker, worker.stats) for worker in workers if worker.stats is not None]
     blocks = sum(worker.kv_blocks for worker, _ in told)
     return SchedulerStats(
         num_running_reqs=sum(stats.stepped for _, stats in told),
         num_waiting_reqs=sum(stats.waiting for _, stats in told),
         kv_cache_usage=sum(stats.kv_blocks_used for _, stats in told) / blocks if blocks else 0.0,
+        prefix_cache_stats=local,
+        connector_prefix_cache_stats=tier,
     )
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from cluster.file import ClusterFile, Objectives
 from deployments import split
-from deployments.errors import Unmeetable
 from deployments.estimates import Mean, Quantile
 from deployments.fleet import Fleet
-from deployments.router import NO_SLO, Ask, Policy, Route, Slo, route
+from deployments.refusals import Unmeetable
+from deployments.router import Policy, Route, route
 from deployments.router_metrics import ADMISSION, DECISIONS, TPOT, TTFT
+from deployments.snapshot import NO_SLO, Ask, Slo
 from deployments.split import Mode, Split
 
 if TYPE_CHECKING:
@@ -47,6 +49,17 @@ class Routing:
     shadow: bool = False
     slo: Slo = NO_SLO
     classes: Mapping[str, Slo] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, file: ClusterFile) -> Routing:
+        """Return those of a cluster file."""
+
+        def slo(of: Objectives) -> Slo:
+            ttft_s, tpot_s = (None if ms is None else ms / 1e3 for ms in (of.ttft_ms, of.tpot_ms))
+            return Slo(ttft_s, tpot_s)
+
+        classes = {name: slo(of) for name, of in file.slo.classes.items()}
+        return cls(file.router.mode, file.router.shadow, slo(file.slo), classes)
 
 
 DEFAULT: Final = Routing()

@@ -93,6 +93,13 @@ class Controls:
         """Call a method of a worker."""
         return self.ask("worker", name, method, arguments)
 
+    def die_at(self, name: str, stage: str) -> int:
+        """Have a worker's process, whose id is returned, kill itself when it next reaches a stage."""
+        pid: int = self.worker(name, "pid")
+        with contextlib.suppress(CommandError):  # it may be there before it has answered
+            self.worker(name, "die_at", stage)
+        return pid
+
     def workers(self) -> dict[str, dict[str, Any]]:
         """What a gateway tells of the workers, by name."""
         deadline = time.monotonic() + HTTP_WITHIN_S

@@ -59,10 +59,9 @@ class FaultyWorker(Worker):
         assert isinstance(inner, TcpTransport)
         return inner.address[1]
 
-    async def die_at(self, stage: str) -> int:
-        """Kill -9 this process, whose id is returned, when it next reaches a stage."""
+    async def die_at(self, stage: str) -> None:
+        """Kill -9 this process when it next reaches a stage."""
         self._deadly = stage
-        return os.getpid()
 
     async def hold_at(self, stage: str) -> None:
         """Have every thread that reaches a ``post`` stage wait there, until ``free``."""

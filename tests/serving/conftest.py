@@ -26,6 +26,17 @@ if TYPE_CHECKING:
     from guarded import Guarded
 
 pytest.register_assert_rewrite("comparing")
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with clusters of their own come before those that share one, which would run beside them."""
+
+    def shared(item: pytest.Item) -> int:
+        names = getattr(item, "fixturenames", ()) if HERE in item.path.parents else ()
+        return 2 if "guarded" in names else int("cluster" in names or "reference" in names)
+
+    items.sort(key=shared)
 
 
 @pytest.fixture(scope="session", autouse=True)

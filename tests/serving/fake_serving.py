@@ -1,13 +1,17 @@
 """`handoff serve --engine fake` in a process of its own."""
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 from test_storm import answers
 
+from cluster.processes import marked
+from cluster.state import StateDir
 from experiments.children import Child, child
 
 STARTED_WITHIN_S = 300.0
@@ -27,3 +31,15 @@ def fake_serving(data: Mapping[str, Any], environment: Mapping[str, str]) -> Ite
             time.sleep(ASKED_EVERY_S)
         yield server, url
         server.check()
+
+
+def process(cluster: str, title: str) -> psutil.Process:
+    """Return the one process of a cluster that has this title, as Ray gives it."""
+    plan, found = StateDir.of(cluster).plan(), []
+    assert plan is not None, f"{cluster} is not running"
+    for one in marked(plan.marker):
+        with contextlib.suppress(psutil.Error, IndexError):
+            if one.cmdline()[0].startswith(title):
+                found.append(one)
+    (only,) = found
+    return only

@@ -121,7 +121,7 @@ def held(controls: Controls, rung: str = "tcp", then: Sequence[Fault] = ()) -> I
 def test_workers_die_amid_a_transfer(sound: Controls, prefill: str, decode: str) -> None:
     with load(sound):
         for name, stage in ((PREFILL[0], prefill), (DECODE[0], decode)):
-            pid = sound.worker(name, "die_at", stage)
+            pid = sound.die_at(name, stage)
             until(lambda pid=pid: gone(pid), f"{name} dies at {stage}", FIRED_WITHIN_S)  # type: ignore[misc]
         until(lambda: len(sound.alive()) < 4, "they are missed")
         until(lambda: len(sound.alive()) == 4, "all workers are alive", BACK_WITHIN_S)
@@ -135,7 +135,7 @@ def test_workers_die_after_prefills_part_while_decode_fetches(sound: Controls) -
             os.kill(pid, signal.SIGKILL)
             until(lambda: gone(pid), "prefill dies")
         with held(sound):
-            pid = sound.worker(DECODE[1], "die_at", "take end")
+            pid = sound.die_at(DECODE[1], "take end")
             until(lambda: gone(pid), "decode dies", FIRED_WITHIN_S)
         until(lambda: len(sound.alive()) == 4, "all workers are alive", BACK_WITHIN_S)
 

@@ -25,10 +25,11 @@ from actors.messages import (
 from actors.steps import StepModel
 from deployments.budget import Budget
 from deployments.dispatch import Dispatcher
-from deployments.errors import NoWorker, Overloaded, RequestLost, Unmeetable
+from deployments.errors import RequestLost
 from deployments.ledger import Record
 from deployments.planner import Planner, Routing
-from deployments.router import Slo
+from deployments.refusals import NoWorker, Overloaded, Unmeetable
+from deployments.snapshot import Slo
 from kv.chunk import KVLayout
 
 SEEDED_ALONE = 6

@@ -134,6 +134,25 @@ def test_metrics_count(endpoint: Endpoint, extra: dict[str, float]) -> None:
     assert grown["vllm:inter_token_latency_seconds_count"] == 8
 
 
+def test_found_prefixes_are_counted_once_where_the_prompt_is_computed(endpoint: Endpoint) -> None:
+    def counts(worker: str) -> dict[str, int]:
+        found: dict[str, int] = endpoint.workers()[worker]["prefixes"]
+        return found
+
+    names, tokens = ("prefill-worker-0", "decode-worker-0"), prompt(333, "found")
+    before, total = (
+        {name: counts(name) for name in names},
+        counted(endpoint)["vllm:prefix_cache_queries_total"],
+    )
+    for _ in range(2):
+        endpoint.complete(tokens, max_tokens=2)
+    grown = {name: {key: n - before[name][key] for key, n in counts(name).items()} for name in names}
+    assert grown["prefill-worker-0"]["queries"] == 666
+    assert 250 < grown["prefill-worker-0"]["hits"] < 333
+    assert not any(grown["decode-worker-0"].values())
+    until(lambda: counted(endpoint)["vllm:prefix_cache_queries_total"] - total >= 666, "vLLM's metric grows")
+
+
 # -- clients that go away ------------------------------------------------------------------------
 
 

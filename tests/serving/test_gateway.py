@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 from typing import Any
 
 import httpx
@@ -13,9 +15,9 @@ from starlette.responses import PlainTextResponse
 from cluster.file import Limits
 from deployments.edge import Edge
 from deployments.errors import StartError
-from deployments.gateway import listen
 from deployments.keys import Keys
 from deployments.ledger import current
+from deployments.replica import listen
 
 HOST = "127.0.0.1"
 
@@ -86,3 +88,9 @@ def test_a_stream_that_is_refused_before_it_begins_has_the_status() -> None:
     assert (status, headers["retry-after"], headers["content-type"]) == (429, "7", "application/json")
     told = {"message": "later", "type": "Too Many Requests", "param": None, "code": 429}
     assert json.loads(text)["error"] == told
+
+
+def test_bringing_up_imports_no_vllm() -> None:
+    """It takes some ten seconds of a core and a gigabyte, which only workers and gateways need."""
+    look = "import sys, deployments.local, deployments.roles; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look], timeout=60, check=False).returncode == 0

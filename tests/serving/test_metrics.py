@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.messages import WorkerStats
+from actors.messages import PrefixCounts, WorkerStats
 from actors.tier import COUNTERS
 from deployments.budget import Budget
 from deployments.edge import extra_headers
@@ -67,6 +67,7 @@ def test_workers_counters_become_metrics() -> None:
         failed={"tcp corrupt": 2, "plasma full": 3},
         rates={"decode-worker-0 tcp": 1e9, "decode-worker-0 plasma": 0.0},
         computed_tokens=9000,
+        prefixes=PrefixCounts(requests=5, queries=100, hits=30, tier_hits=20),
         tier={name: count for count, name in enumerate(COUNTERS, 100)},
         stepped=11,
         waiting=12,
@@ -115,8 +116,17 @@ def test_workers_counters_become_metrics() -> None:
         ("handoff_worker_steps_total", "w"): 8,
         ("handoff_role_changes_total", "prompts", "prefill", "w"): 13,
     }
-    whole = together(workers)
+    whole = together(workers, {"w": PrefixCounts(requests=4, queries=60, hits=10, tier_hits=20)})
     assert (whole.num_running_reqs, whole.num_waiting_reqs, whole.kv_cache_usage) == (11, 12, 0.1)
+    local, tier = whole.prefix_cache_stats, whole.connector_prefix_cache_stats
+    assert (local.requests, local.queries, local.hits) == (1, 40, 20)
+    assert tier is not None
+    assert (tier.queries, tier.hits) == (20, 0)
+
+
+def test_a_worker_that_was_started_anew_counts_from_nothing() -> None:
+    assert PrefixCounts(1, 10, 5, 0).since(PrefixCounts(9, 90, 50, 7)) == PrefixCounts(1, 10, 5, 0)
+    assert PrefixCounts(1, 10, 5, 0).since(None) == PrefixCounts(1, 10, 5, 0)
 
 
 def test_every_counter_of_the_tier_is_explained() -> None:

@@ -11,7 +11,8 @@ from actors.steps import Meter, StepModel, Work
 from deployments.estimates import Mean, Quantile
 from deployments.fleet import FORGET_S, Fleet
 from deployments.prefixes import Prefixes, chain
-from deployments.router import Ask, Policy, Route, Slo, route
+from deployments.router import Policy, Route, route
+from deployments.snapshot import Ask, Slo
 from deployments.split import Mode
 from experiments.simulate import PLANT, simulate
 from experiments.workload import MIXES, Served, arrivals

@@ -1,7 +1,12 @@
-"""A worker on a `both` node changes its role with the load, and back; its process stays. Fake engine."""
+"""A worker on a `both` node changes its role with the load, and back; its process stays. Fake engine.
+
+And a gateway that starts does not wait for a worker that does not answer.
+"""
 
 import itertools
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from asking import Endpoint, until
 from comparing import prompt
-from fake_serving import fake_serving
+from fake_serving import fake_serving, process
 from test_storm import VOCAB, cluster_file
 
 from actors.fake_kv import continuation
@@ -25,7 +31,7 @@ FAKE = {"kv_bytes_per_token": 64, "kv_blocks": 2000, "prefill_tokens_s": 4000, "
 
 
 @pytest.fixture(scope="module")
-def endpoint(model: Path) -> Iterator[Endpoint]:
+def served(model: Path) -> Iterator[tuple[str, Endpoint]]:
     """One node for both roles: a prefill and two decode workers."""
     data = cluster_file(model, **FAKE)
     data["engine"]["max_num_seqs"] = SLOTS
@@ -33,7 +39,12 @@ def endpoint(model: Path) -> Iterator[Endpoint]:
     data["workers"] = {"decode": {"count": 2}}
     data["roles"] = {"prompts_s": 0.3, "occupied": 0.5, "smooth_s": 0.5, "hold_s": 2}
     with fake_serving(data, {}) as (_, url):
-        yield Endpoint(url, "tiny")
+        yield data["name"], Endpoint(url, "tiny")
+
+
+@pytest.fixture
+def endpoint(served: tuple[str, Endpoint]) -> Endpoint:
+    return served[1]
 
 
 class Load:
@@ -104,4 +115,34 @@ def test_a_worker_follows_the_load_and_comes_back(endpoint: Endpoint) -> None:
     print(changes(endpoint))
     assert {name: worker["pid"] for name, worker in endpoint.workers().items()} == pids
     assert all(worker["alive"] for worker in endpoint.workers().values())
+    endpoint.settled()
+
+
+@pytest.mark.timeout(420)
+def test_a_gateway_that_starts_does_not_wait_for_a_worker_that_does_not_answer(
+    served: tuple[str, Endpoint],
+) -> None:
+    cluster, endpoint = served
+    workers = endpoint.workers()
+    deaf, gateway = workers[DECODE[0]]["pid"], process(cluster, "ray::ServeReplica")
+
+    def known() -> dict[str, dict[str, Any]]:
+        try:
+            return endpoint.workers()
+        except httpx.TransportError:
+            return {}
+
+    os.kill(deaf, signal.SIGSTOP)
+    try:
+        gateway.kill()
+        until(lambda: not gateway.is_running(), "it is dead")
+        until(known, "another gateway serves", within_s=180)
+        assert set(known()) == set(workers) - {DECODE[0]}
+        tokens = prompt(300, "without it")
+        assert endpoint.complete(tokens, max_tokens=8, ignore_eos=True).tokens == continuation(
+            tokens, 8, VOCAB
+        )
+    finally:
+        os.kill(deaf, signal.SIGCONT)
+    until(lambda: set(known()) == set(workers), "the gateway knows it too", within_s=120)
     endpoint.settled()

@@ -9,21 +9,10 @@ import pytest
 
 from actors.messages import Role
 from actors.steps import StepModel
-from deployments.errors import NoWorker
-from deployments.router import (
-    EXACT,
-    Ask,
-    Link,
-    Policy,
-    Route,
-    Slo,
-    Snapshot,
-    WorkerState,
-    _Costs,
-    _rank,
-    _Way,
-    route,
-)
+from deployments.costs import Costs, Way, rank
+from deployments.refusals import NoWorker
+from deployments.router import EXACT, Policy, Route, route
+from deployments.snapshot import Ask, Link, Slo, Snapshot, WorkerState
 from deployments.split import Mode
 
 STEP = StepModel(8e-3, 1e-4, 5e-5, 1e-9, 1e-8)
@@ -221,22 +210,22 @@ def test_the_best_pair_is_found_without_looking_at_all(seed: int, mode: Mode) ->
     snapshot = Snapshot.of(workers, links=links, kv_bytes=1e4, now=1.0)
     prefills, decodes = [list(range(start, 30, 2)) for start in (1, 0)]
 
-    def pairs(costs: _Costs) -> list[_Way]:
+    def pairs(costs: Costs) -> list[Way]:
         return [costs.pair(p, d) for p in prefills for d in decodes]
 
-    times = pairs(_Costs(snapshot, replace(ask, mode=mode, slo=Slo())))
+    times = pairs(Costs(snapshot, replace(ask, mode=mode, slo=Slo())))
     for share in (0.02, 0.2, 0.5):  # of the pairs that meet each objective, about
         at = int(len(times) * share)
         slo = Slo(sorted(way.ttft for way in times)[at], sorted(way.tpot for way in times)[at])
-        costs = _Costs(snapshot, replace(ask, mode=mode, slo=slo))
-        assert costs.best_pair(prefills, decodes) == min(pairs(costs), key=_rank)
-    plain = _Costs(snapshot, replace(ask, mode=mode, slo=Slo()))
-    assert plain.best_pair(prefills, decodes) == min(times, key=_rank)
+        costs = Costs(snapshot, replace(ask, mode=mode, slo=slo))
+        assert costs.best_pair(prefills, decodes) == min(pairs(costs), key=rank)
+    plain = Costs(snapshot, replace(ask, mode=mode, slo=Slo()))
+    assert plain.best_pair(prefills, decodes) == min(times, key=rank)
 
 
 def test_equal_pairs_are_taken_in_order() -> None:
     equal = [worker(f"w{i}", "prefill" if i % 2 else "decode") for i in range(10)]
-    found = _Costs(Snapshot.of(equal), ASK).best_pair([5, 3, 1], [4, 2, 0])
+    found = Costs(Snapshot.of(equal), ASK).best_pair([5, 3, 1], [4, 2, 0])
     assert (found.prefill, found.decode) == (5, 4)
 
 

@@ -1,4 +1,7 @@
-"""A decode worker is added under load, serves, finishes what it has when the load is gone, and ends."""
+"""A decode worker is added under load, serves, finishes what it has when the load is gone, and ends.
+
+What decides it dies meanwhile, and goes on where it was.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +10,7 @@ from pathlib import Path
 import pytest
 from asking import Endpoint, until
 from comparing import prompt
-from fake_serving import fake_serving
+from fake_serving import fake_serving, process
 from test_roles import Load
 from test_storm import VOCAB, cluster_file
 
@@ -22,7 +25,7 @@ FAKE = {"kv_bytes_per_token": 64, "kv_blocks": 2000, "prefill_tokens_s": 20_000,
 
 
 @pytest.fixture(scope="module")
-def endpoint(model: Path) -> Iterator[Endpoint]:
+def served(model: Path) -> Iterator[tuple[str, Endpoint]]:
     """Two decode nodes, of which one has no worker at first."""
     data = cluster_file(model, **FAKE)
     data["engine"]["max_num_seqs"] = 8
@@ -30,15 +33,17 @@ def endpoint(model: Path) -> Iterator[Endpoint]:
     data["workers"] = {"decode": {"most": 2}}
     data["roles"] = {"occupied": 0.5, "spare": 0.9, "smooth_s": 0.5, "idle_s": 2}
     with fake_serving(data, {}) as (_, url):
-        yield Endpoint(url, "tiny")
+        yield data["name"], Endpoint(url, "tiny")
 
 
-def test_a_worker_comes_with_the_load_and_leaves_when_it_has_finished(endpoint: Endpoint) -> None:
+def test_a_worker_comes_with_the_load_and_leaves_when_it_has_finished(served: tuple[str, Endpoint]) -> None:
+    cluster, endpoint = served
     assert set(endpoint.workers()) == {"prefill-worker-0", "decode-worker-0"}
     answers = Load(endpoint, 20, 100)
     with answers.running() as wait:
         wait(lambda: ADDED in endpoint.workers(), "a decode worker is added")
         wait(lambda: any(r["decode_worker"] == ADDED for r in answers.records[-20:]), "it is asked to")
+        process(cluster, "ray::RoleBalancer").kill()
     assert all(record["attempts"] == 1 for record in answers.records)
     tokens = [prompt(30, f"long {i}") for i in range(FEW)]
     with ThreadPoolExecutor(FEW) as pool:
