@@ -232,7 +232,7 @@ def _kill_at_a_stage(controls: Controls, drawn: random.Random, load: Load) -> No
     stage, index = drawn.choice(STAGES), drawn.randrange(2)
     name = f"{'prefill' if stage.startswith('post') else 'decode'}-worker-{index}"
     if _workers_back(controls, load):
-        pid = controls.worker(name, "die_at", stage)
+        pid = controls.die_at(name, stage)
         until(lambda: gone(pid) or not load.running, f"{name} dies at {stage}", FIRED_WITHIN_S)
 
 

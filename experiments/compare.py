@@ -297,6 +297,28 @@ def _mesh(run: Run) -> Iterator[tuple[Key, Series]]:
             )
 
 
+def _where(run: Run) -> Iterator[tuple[Key, Series]]:
+    for row in run.results["rows"]:
+        own = [one for one in run.samples if one["cell"] == row["case"]]
+        reduced = [1e3 * sum(step["all_reduce_s"] for step in one["steps"]) for one in own]
+        taken = {"prefill_ms": [one["seconds"] * 1e3 for one in own], "all_reduce_ms": reduced}
+        for measure, values in taken.items():
+            yield (row["case"], measure), Series(row[f"{measure}_p50"], False, values)
+
+
+def _pipeline(run: Run) -> Iterator[tuple[Key, Series]]:
+    for row in run.results["rows"]:
+        own = [one for one in run.samples if one["what"] == "answer" and one["case"] == row["setup"]]
+        own = [one for one in own if one["prompt_tokens"] == row["prompt_tokens"]]
+        for measure, seconds in (("ttft_ms", "ttft_s"), ("total_ms", "total_s")):
+            values = [one[seconds] * 1e3 for one in own]
+            yield (row["setup"], measure), Series(row[f"{measure}_p50"], False, values)
+    for line in run.results["fabric"]:
+        taken = [one["sample"] for one in run.samples if one["what"] == "fabric"]
+        values = [one["value"] for one in taken if place_of(one) == place_of(line)]
+        yield (line["row"], line["unit"]), Series(line["p50"], line["unit"] != "us", values)
+
+
 SERIES: Final[Mapping[str, Callable[[Run], Iterator[tuple[Key, Series]]]]] = {
     "bench-kv": _kv,
     "bench-serve": _serve,
@@ -306,5 +328,7 @@ SERIES: Final[Mapping[str, Callable[[Run], Iterator[tuple[Key, Series]]]]] = {
     "placement": _placement,
     "head-to-head": _head,
     "mesh": _mesh,
+    "pipeline": _pipeline,
+    "where-time-goes": _where,
     "verdict": _verdict,
 }

@@ -29,7 +29,8 @@ import httpx
 import psutil
 
 from cluster.network import free_ports
-from deployments.router import POLICIES, Policy, Slo
+from deployments.router import POLICIES, Policy
+from deployments.snapshot import Slo
 from experiments import goodput
 from experiments.children import Child, child
 from experiments.open_loop import Target, offer

@@ -17,7 +17,8 @@ from typing import Any, Final
 from actors.messages import LoadReport, ModelFiles, Role, WorkerInfo
 from actors.steps import StepModel
 from deployments.fleet import Fleet
-from deployments.router import Ask, route
+from deployments.router import route
+from deployments.snapshot import Ask
 from deployments.split import Mode
 from kv.chunk import KVLayout
 

@@ -18,6 +18,7 @@ import psutil
 
 from cluster.processes import marked
 from cluster.state import StateDir
+from deployments.local import served
 from experiments import undivided
 from experiments.client import Client, Timing, overhead_ms
 from experiments.ledger import Breakdown, breakdown
@@ -134,8 +135,6 @@ def measure(parameters: Parameters, progress: Progress) -> Run:
     with ExitStack() as stack:
         cpus = prefill_cpus(file)
         plain = stack.enter_context(undivided.served(parameters.model, parameters.engine, cpus, progress))
-        from deployments.local import served  # imports vLLM: some seconds, while the other loads its model
-
         undivided.wait_ready(plain, progress)
         serving = stack.enter_context(served(file, progress))
         cluster = StateDir.of(file.name).plan()

@@ -17,7 +17,8 @@ from typing import Any, Final
 from actors.messages import LoadReport, ModelFiles, Role, WorkerInfo
 from actors.steps import Meter, StepModel, Work
 from deployments.planner import Planner
-from deployments.router import NO_SLO, Ask, Policy, Slo
+from deployments.router import Policy
+from deployments.snapshot import NO_SLO, Ask, Slo
 from deployments.split import Mode
 from experiments.workload import Arrival, Served, prompt_of
 from kv.chunk import KVLayout

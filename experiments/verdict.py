@@ -13,7 +13,8 @@ from statistics import mean, median
 from typing import Any, Final
 
 from actors.steps import StepModel
-from deployments.router import Policy, Slo
+from deployments.router import Policy
+from deployments.snapshot import Slo
 from experiments.compare import of_median
 from experiments.simulate import Plant, simulate
 from experiments.workload import MIXES, Mix, arrivals

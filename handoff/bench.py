@@ -193,7 +193,7 @@ def gateway(
 def _show_gateway(results: Any) -> None:
     ratios = {(ratio["case"], ratio.get("streams")): ratio["cpu_ratio"] for ratio in results["ratios"]}
     columns = ("case", "streams", "system", "CPU us", "by vLLM's", "1/CPU s", "p50 ms", "added ms")
-    table = _table("What serving costs beside the engine (medians)", *columns)
+    table = console.figures("What serving costs beside the engine (medians)", *columns)
     for row in results["rows"]:
         streams = row.get("streams")
         ratio = ratios.get((row["case"], streams)) if row["system"] == "handoff" else None
@@ -220,7 +220,7 @@ def _show_goodput(results: Any) -> None:
         "p99 ms",
         "refused",
     )
-    table = _table("Requests a second that meet their objectives", *columns)
+    table = console.figures("Requests a second that meet their objectives", *columns)
     for row in sorted(results["rows"], key=lambda row: (row["engine"], row["mix"])):
         times = [row[f"{what}_ms_{share}"] for what in ("ttft", "tpot") for share in ("p50", "p99")]
         figures = [f"{row['goodput_rps']:.2f}", *("" if ms is None else f"{ms:.0f}" for ms in times)]
@@ -253,7 +253,7 @@ def _show_rates(results: Any) -> None:
         "peak MB",
         "checked",
     )
-    table = _table(title, *columns)
+    table = console.figures(title, *columns)
     for row in sorted(results["rows"], key=lambda row: (row["link"], row["mbytes"], row["concurrency"])):
         table.add_row(
             row["link"],
@@ -305,17 +305,10 @@ def _show(results: Any) -> None:
     )
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", box=None)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table
-
-
 def _ratios(rows: list[dict[str, Any]]) -> Table:
     title = "Handoff against undivided vLLM (medians; ratios are medians over pairs)"
     columns = ("system", "prompt tokens", "first token ms", "ratio", "per token ms", "ratio", "overhead ms")
-    table = _table(title, *columns)
+    table = console.figures(title, *columns)
     for row in rows:
         overhead = row["handover_overhead_ms_p50"]
         table.add_row(
@@ -332,7 +325,7 @@ def _ratios(rows: list[dict[str, Any]]) -> Table:
 
 def _stages(title: str, results: Any, chain: str) -> Table:
     ledgers = results["ledger"]
-    table = _table(title, "stage", *(f"{ledger['prompt_tokens']} tokens" for ledger in ledgers))
+    table = console.figures(title, "stage", *(f"{ledger['prompt_tokens']} tokens" for ledger in ledgers))
     for stage in ledgers[0][f"{chain}_ms_p50"]:
         table.add_row(stage, *(f"{ledger[f'{chain}_ms_p50'][stage]:.2f}" for ledger in ledgers))
     return table

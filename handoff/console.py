@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
 out = Console(highlight=False, soft_wrap=True)
@@ -28,6 +29,21 @@ def tell_conclusions(to: Console, title: str, conclusions: Sequence[Mapping[str,
         mark = "[green]holds[/]" if one["holds"] else "[yellow]does not hold[/]"
         why = f" Why: {one['why']}." if one.get("why") else ""
         to.print(f"  {mark}: {escape(one['claim'])}: {escape(one['figures'])}.{escape(why)}")
+
+
+def tell_advice(to: Console, lines: Sequence[str]) -> None:
+    """Print what an experiment ends with."""
+    to.print("\n[bold]What to do[/]")
+    for line in lines:
+        to.print(f"  {escape(line)}")
+
+
+def figures(title: str, *columns: str) -> Table:
+    """Return a table whose first column is words, and the others figures."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=None)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
 
 
 def progress() -> Callable[[str], None]:

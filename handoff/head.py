@@ -6,8 +6,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from handoff import console, interrupt
 from handoff.status import WIDE
@@ -111,18 +109,22 @@ def show(results: Mapping[str, Any]) -> None:
         here.sort(key=lambda row: (*ALONE, *WAYS).index(row["case"]))
         size = max(row["kv_bytes"] for row in here) / 1e6
         title = f"{link}, {prompt} prompt tokens, {size:.0f} MB of KV (ms, medians; shares of iperf3 in %)"
-        table = _table(title, ("way", *(name for name, _ in COLUMNS)))
+        table = console.figures(title, "way", *(name for name, _ in COLUMNS))
         for row in here:
             table.add_row(row["case"], *(_figure(sums(row)[key]) for _, key in COLUMNS))
         for name, figures in PUBLISHED.items():
             table.add_row(f"[dim]published: {name}[/]", *(_figure(figures.get(key)) for _, key in COLUMNS))
         out.print(table)
-    table = _table("\nEncodings of the longest prompt's KV", ("encoding", "encode ms", "decode ms", "MB"))
+    table = console.figures(
+        "\nEncodings of the longest prompt's KV", "encoding", "encode ms", "decode ms", "MB"
+    )
     for one in results["encodings"]:
         numbers = (one["encode_ms_p50"], one["decode_ms_p50"], one["bytes"] / 1e6)
         table.add_row(one["case"], *(_figure(number) for number in numbers))
     out.print(table)
-    table = _table("\nMany users at once: Gbit/s", ("way", "users", "one process", "a process each", "ratio"))
+    table = console.figures(
+        "\nMany users at once: Gbit/s", "way", "users", "one process", "a process each", "ratio"
+    )
     for one in results["users"]:
         rates = (one["one_gbit_s_p50"], one["several_gbit_s_p50"], one["several_by_one"])
         table.add_row(one["case"], str(one["users"]), *(_figure(rate) for rate in rates))
@@ -130,18 +132,9 @@ def show(results: Mapping[str, Any]) -> None:
     for one in results["links"]:
         out.print(f"iperf3 on {one['link']}, {one['streams']} streams: {one['gbit_s_p50']:.2f} Gbit/s")
     console.tell_conclusions(out, "What the report concluded", results["conclusions"])
-    out.print("\n[bold]What to do[/]")
-    for line in results["recommendation"]:
-        out.print(f"  {escape(line)}")
+    console.tell_advice(out, results["recommendation"])
     for one in results["not_measured"]:
         console.err.print(f"not measured: {one['case']}: {one['reason']}", style="yellow")
-
-
-def _table(title: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", box=None)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table
 
 
 def _figure(value: float | None) -> str:

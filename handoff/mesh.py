@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from handoff import console, interrupt
@@ -97,6 +96,4 @@ def show(results: Mapping[str, Any]) -> None:
         table.add_row(row["choice"], *(f"{figure:.1f}" for figure in figures))
     out.print(table)
     console.tell_conclusions(out, "What was claimed", results["conclusions"])
-    out.print("\n[bold]What to do[/]")
-    for line in results["recommendation"]:
-        out.print(f"  {escape(line)}")
+    console.tell_advice(out, results["recommendation"])

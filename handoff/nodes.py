@@ -65,10 +65,7 @@ def up(
         _announce(start(file, progress))
     else:
         _require(file)
-        from deployments.local import imports_ahead
-
-        with imports_ahead():
-            _announce(start(file, progress, then=lambda cluster: _serve(cluster, file, progress)))
+        _announce(start(file, progress, then=lambda cluster: _serve(cluster, file, progress)))
 
 
 def down(

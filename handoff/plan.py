@@ -172,7 +172,7 @@ def _show(result: Plan) -> None:
         say("[bold red]no layout fits[/]")
     if result.rejected:
         say("")
-        table = _table("Rejected", "layout", "why")
+        table = console.figures("Rejected", "layout", "why")
         table.columns[1].justify = "left"
         for no in result.rejected:
             table.add_row(no.name, escape(no.reason))
@@ -192,7 +192,7 @@ def _layouts(result: Plan) -> Table:
         *("layout", "TTFT s", "TPOT ms", "latency s", "tokens/s"),
         *("weights GB", "KV GB", "longest", "largest part of TTFT"),
     )
-    table = _table(f"Layouts, best {result.goal} first (predicted)", *columns)
+    table = console.figures(f"Layouts, best {result.goal} first (predicted)", *columns)
     table.columns[0].min_width = max(len(one.layout.name) for one in result.ranked)
     table.columns[4].min_width = len("tokens/s")
     for one in result.ranked:
@@ -220,7 +220,7 @@ def _links(result: Plan) -> Table:
         "pays from tokens",
         "hidden from Gbit/s",
     )
-    table = _table(f"Moving the KV of {result.load.prompt} tokens against computing it", *columns)
+    table = console.figures(f"Moving the KV of {result.load.prompt} tokens against computing it", *columns)
     for link in result.links:
         table.add_row(
             link.source,
@@ -231,11 +231,4 @@ def _links(result: Plan) -> Table:
             "never" if link.tokens is None else f"{link.tokens:.0f}",
             f"{link.needed_gbit_s:.3g}",
         )
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", box=None)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
     return table

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from experiments import bars
 from experiments.bars import Bar
-from experiments.report import PUBLISHED, page, published, read, verdict
+from experiments.report import PUBLISHED, page, published, read
+from experiments.report_verdict import verdict
 from experiments.results import ResultError, Run
 from handoff.cli import app
 
