@@ -25,7 +25,7 @@ test: setup ## Run all tests (real vLLM engines on real Ray nodes; some minutes)
 rayup-test: setup ## `ray up` for real, between two machines made of namespaces (root, openssh-server, rsync)
 	$(BIN)/python -m pytest -m "" tests/cluster/test_ray_up.py tests/serving/test_hosts.py $(ARGS)
 
-experiments-test: setup ## Head to head and mesh for real, at their smallest (two Ray clusters, two engines; the mesh as root)
+experiments-test: setup ## Head to head, mesh, where time goes and pipeline for real, at their smallest (Ray clusters, engines; mesh and where time goes as root)
 	$(BIN)/python -m pytest -m experiment tests/experiments $(ARGS)
 
 k8s-test: setup ## A real Kubernetes with KubeRay serves through pods; not part of test (root, Debian, Go, kubectl, or KUBECONFIG; 8 minutes, more the first time)
@@ -53,7 +53,7 @@ bench-goodput: setup ## Router modes under open-loop load, fake engines, 20 minu
 bench-gateway: setup ## CPU time and latency of the gateway and the router, beside vLLM's own server: results/bench-gateway.json
 	$(BIN)/handoff bench gateway $(ARGS)
 
-experiments: setup ## Probe, placement, transports, ways against each other and a plan at small sizes: results/experiments/, results/report.html
+experiments: setup ## Probe, placement, transports, ways against each other, where time goes, pipeline stages and a plan at small sizes: results/experiments/, results/report.html
 	$(BIN)/handoff experiment all --plan tests/experiments/plan_models/mistral-7b.json $(ARGS)
 
 report: setup ## One page of the runs in results/, verdict first: results/report.html

@@ -490,6 +490,11 @@ class ClusterFile(_Model):
         """This file with the fake engine, and the options for it that the file has."""
         return self.model_copy(update={"engine": {FAKE: {}, **self.engine}})
 
+    @property
+    def served_name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or Path(self.model).name
+
     def each_node(self) -> Iterator[Node]:
         """All nodes, in the order of the file. The head node is not among them."""
         for group, spec in self.nodes.items():

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -74,6 +75,14 @@ class Node:
     def limit_arrivals(self, gbit_s: float | None) -> None:
         """Limit what comes to this node, where it leaves the bridge; None lifts it."""
         _limit(self.switch, f"port{self.index}", gbit_s)
+
+    def buffers(self, most: int | None) -> None:
+        """Let TCP sockets that are made from now on have up to so many bytes each way; None: as outside."""
+        for way in ("wmem", "rmem"):
+            setting = Path("/proc/sys/net/ipv4", f"tcp_{way}")
+            least, first, outside = map(int, setting.read_text("ascii").split())
+            sizes = (least, first, outside) if most is None else (least, min(first, most), most)
+            _run(*self.prefix, "sh", "-c", f'echo "{" ".join(map(str, sizes))}" > {setting}')
 
     def cut(self) -> None:
         """Take this node's end of its link down: nothing leaves, nothing arrives, nobody is told."""
