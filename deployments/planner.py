@@ -245,6 +245,7 @@ def _decision(route: Route) -> dict[str, object]:
         found |= {
             "ttft_ms": round(predicted.ttft_s * 1e3, 3),
             "tpot_ms": round(predicted.tpot_s * 1e3, 3),
+            "cached_tokens": predicted.cached,
             "parts_ms": {name: round(seconds * 1e3, 3) for name, seconds in predicted.parts.items()},
         }
     return found

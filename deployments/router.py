@@ -36,10 +36,14 @@ GAIN: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a way is expected to take, in seconds; the names of ``parts`` are those of docs/router.md."""
+    """What a way is expected to take, in seconds; the names of ``parts`` are those of docs/router.md.
+
+    ``cached``: tokens of the prompt whose KV the worker that computes it is taken to hold.
+    """
 
     ttft_s: float
     tpot_s: float
+    cached: int
     parts: Mapping[str, float]
 
 
@@ -117,7 +121,7 @@ def _told(snapshot: Snapshot, ask: Ask, costs: Costs, way: Way, cause: str, reas
         mode=Mode.UNDIVIDED if way.prefill == way.decode else ask.mode,
         reason=reason,
         cause=cause,
-        predicted=Prediction(way.ttft, way.tpot, costs.parts(way)),
+        predicted=Prediction(way.ttft, way.tpot, ask.cached.get(way.prefill, 0), costs.parts(way)),
         meets=way.meets,
     )
 

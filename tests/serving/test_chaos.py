@@ -6,6 +6,7 @@ All tests share a cluster.
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -68,8 +69,20 @@ def load(controls: Controls) -> Iterator[Load]:
 
 def grows(controls: Controls, name: str, stage: str, by: int = 1) -> Callable[[], bool]:
     """Return whether a worker has reached a stage so many times more than now."""
-    before = controls.worker(name, "reached").get(stage, 0)
-    return lambda: controls.worker(name, "reached").get(stage, 0) >= before + by
+    before = reached(controls, name, stage)
+    return lambda: reached(controls, name, stage) >= before + by
+
+
+def reached(controls: Controls, name: str, stage: str) -> int:
+    """How often a worker has reached a stage; one that has just come back is asked until it answers."""
+    deadline = time.monotonic() + BACK_WITHIN_S
+    while True:
+        try:
+            return int(controls.worker(name, "reached").get(stage, 0))
+        except CommandError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 def fired(controls: Controls, name: str, rung: str, *kinds: str) -> int:
@@ -129,8 +142,13 @@ def test_workers_die_amid_a_transfer(sound: Controls, prefill: str, decode: str)
 
 def test_workers_die_after_prefills_part_while_decode_fetches(sound: Controls) -> None:
     with load(sound):
+        ended = grows(sound, PREFILL[0], "post end")  # from here on: prefill may be done before both fetch
         with held(sound):
-            until(grows(sound, PREFILL[0], "post end", by=2), "prefill ends", FIRED_WITHIN_S)
+            until(
+                lambda: ended() and sound.stats(PREFILL[0]).live_chunks > 0,
+                "prefill has ended a part that is not fetched",
+                FIRED_WITHIN_S,
+            )
             pid = sound.worker(PREFILL[0], "pid")
             os.kill(pid, signal.SIGKILL)
             until(lambda: gone(pid), "prefill dies")
