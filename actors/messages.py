@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from actors.steps import StepModel
 from kv.chunk import ChunkHeader, KVLayout
+from kv.ladder import Cost
 from kv.tls import TlsFiles
 from kv.transport import Ticket
 
@@ -35,6 +36,8 @@ class WorkerSpec:
         s3: the bucket that is one of them, if there is one.
         tier: whether KV is kept in the bucket, and loaded from it.
         tls: this node's certificates; with them, nothing that cannot be encrypted is a transport.
+        mapped: what a map says of the links out of its node, by the other node and transport: seconds, and
+            seconds per byte.
 
     """
 
@@ -46,6 +49,7 @@ class WorkerSpec:
     s3: S3Settings | None = None
     tier: bool = False
     tls: TlsFiles | None = None
+    mapped: Mapping[str, Mapping[str, Cost]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +425,7 @@ class WorkerStats:
         taken_bytes: their bytes by rung.
         failed: publications and fetches that failed here, by ``rung cause``, since the start.
         rates: estimated bytes per second by ``peer rung``; 0 while a rung is broken.
+        mapped: the same as the cluster file's map has it, where it has one.
         computed_tokens: tokens whose KV this engine has computed itself, since the start.
         prefixes: what was found in caches, since the start.
         tier: counters of the bucket's tier by name (``actors/tier.py``), since the start; empty without one.
@@ -445,6 +450,7 @@ class WorkerStats:
     taken_bytes: Mapping[str, int] = field(default_factory=dict)
     failed: Mapping[str, int] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
+    mapped: Mapping[str, float] = field(default_factory=dict)
     computed_tokens: int = 0
     prefixes: PrefixCounts = field(default_factory=PrefixCounts)
     tier: Mapping[str, int] = field(default_factory=dict)

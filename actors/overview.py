@@ -36,11 +36,19 @@ class WorkerState:
 
     def ways(self) -> dict[str, dict[str, float]]:
         """Return the rungs to each peer with their estimated bytes per second, 0 for a broken one."""
-        found: dict[str, dict[str, float]] = {}
-        for way, rate in (self.stats.rates if self.stats is not None else {}).items():
-            peer, _, rung = way.partition(" ")
-            found.setdefault(peer, {})[rung] = rate
-        return found
+        return _by_peer(self.stats.rates if self.stats is not None else {})
+
+    def mapped(self, peer: str) -> dict[str, float]:
+        """Return the bytes per second of the rungs to a peer by the cluster file's map."""
+        return _by_peer(self.stats.mapped if self.stats is not None else {}).get(peer, {})
+
+
+def _by_peer(rates: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for way, rate in rates.items():
+        peer, _, rung = way.partition(" ")
+        found.setdefault(peer, {})[rung] = rate
+    return found
 
 
 def overview(roles: Mapping[str, Role], within_s: float = 3.0) -> list[WorkerState]:

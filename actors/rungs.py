@@ -18,13 +18,15 @@ import numpy as np
 from actors.messages import Probe
 from kv.chunk import Run, checksum
 from kv.errors import ChunkCorrupt, KVError, TransferError
-from kv.ladder import PROBE_SIZES, PROBE_WITHIN_S, Choice, Ladder, Side, cause_of, possible
+from kv.ladder import NO_MAP, PROBE_SIZES, PROBE_WITHIN_S, Choice, Cost, Ladder, Side, cause_of, possible
 from kv.transport import Ticket, Transport, needs_ray
 
 logger = logging.getLogger(__name__)
 
 PROBE_ROUNDS = 2
 """The faster counts: the first use of a connection or of shared memory is slower than all later ones."""
+
+NO_LINKS: Mapping[str, Mapping[str, Cost]] = {}
 
 AskProbe = Callable[[str, Probe, float], float]
 """Have the named peer fetch a probe's payload within a time; returns the seconds it took."""
@@ -62,14 +64,19 @@ class Rungs:
         transports: by name.
         node: the node this worker is on.
         ask_probe: how a peer is asked to fetch a probe.
+        mapped: what a map says of the links from this node, by the other node and transport.
 
     """
 
     def __init__(
-        self, transports: Mapping[str, Transport], node: str = "", ask_probe: AskProbe | None = None
+        self,
+        transports: Mapping[str, Transport],
+        node: str = "",
+        ask_probe: AskProbe | None = None,
+        mapped: Mapping[str, Mapping[str, Cost]] = NO_LINKS,
     ) -> None:
         self.transports, self.tally = dict(transports), Tally()
-        self._node, self._ask_probe = node, ask_probe
+        self._node, self._ask_probe, self._mapped = node, ask_probe, mapped
         self._peers: dict[str, _Peer] = {}
         self._sides: dict[str, Side] = {}
         self._lock = threading.Lock()
@@ -170,6 +177,15 @@ class Rungs:
                 for rung, rate in peer.ladder.rates(now).items()
             }
 
+    def mapped(self) -> dict[tuple[str, str], float]:
+        """Return the bytes per second that a map says by (peer, rung)."""
+        with self._lock:
+            return {
+                (name, rung): rate
+                for name, peer in self._peers.items()
+                for rung, rate in peer.ladder.mapped().items()
+            }
+
     def live(self) -> tuple[int, int]:
         """Return (payloads, bytes) that are published here, over all transports."""
         live = [transport.live() for transport in self.transports.values()]
@@ -183,8 +199,9 @@ class Rungs:
     def _peer(self, name: str) -> _Peer:
         """Under the lock."""
         if name not in self._peers:
-            ours = Side(self._node, self.names)
-            self._peers[name] = _Peer(Ladder(possible(ours, self._sides.get(name, Side("", self.names)))))
+            ours, theirs = Side(self._node, self.names), self._sides.get(name, Side("", self.names))
+            mapped = self._mapped.get(theirs.node, NO_MAP)
+            self._peers[name] = _Peer(Ladder(possible(ours, theirs, mapped), mapped))
         return self._peers[name]
 
     # -- probes ---------------------------------------------------------------------------------
@@ -216,7 +233,16 @@ class Rungs:
             state = self._peer(peer)
             state.announcing_s[rung] = announcing_s
             state.ladder.probed(rung, [took + announcing_s for took in seconds], time.monotonic())
+            drift = state.ladder.drift(rung)
         logger.info("KV to %s: %s is sound: %s s for %s bytes", peer, rung, seconds, PROBE_SIZES)
+        if drift is not None:
+            logger.warning(
+                "KV to %s: %s takes %.1f times what the map says; if the link is meant to be like that "
+                "now, make the map anew: handoff probe FILE",
+                peer,
+                rung,
+                drift,
+            )
 
     def _measure(self, peer: str, rung: str, ask: AskProbe) -> tuple[list[float], float]:
         """Return what publishing and fetching each size took, and what announcing did."""

@@ -224,6 +224,7 @@ class Worker:
             taken_bytes=dict(tally.nbytes.copy()),
             failed={" ".join(key): count for key, count in tally.failed.copy().items()},
             rates={" ".join(key): rate for key, rate in link.rungs.rates().items()},
+            mapped={" ".join(key): rate for key, rate in link.rungs.mapped().items()},
             computed_tokens=link.computed_tokens,
             prefixes=replace(link.prefixes),
             tier={} if link.tier is None else link.tier.counters(),
@@ -436,7 +437,7 @@ class Worker:
         link = Link(
             self._spec.name,
             self._files.digest,
-            Rungs(self._transports(), self._node, self._peers.probe),
+            Rungs(self._transports(), self._node, self._peers.probe, self._spec.mapped),
             self._post,
             self._peers.again,
             self._engine.wake,

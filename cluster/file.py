@@ -17,6 +17,8 @@ from cluster.aws import Aws
 from cluster.consistent import mistakes
 from cluster.errors import ClusterFileError
 from cluster.explain import explain, listed
+from cluster.fabric import FabricMap
+from cluster.fabric import read as read_map
 from cluster.fake import FAKE, FakeEngine
 from cluster.names import AT_UNITS, HEAD, ROLES, GroupRole, Role, at, roles_of
 from cluster.patterns import (
@@ -316,6 +318,8 @@ class ClusterFile(_Model):
     tls: certificates to encrypt KV with: it goes directly (tcp) then, or through the bucket, not through Ray.
     router: how requests are routed. slo: objectives, beyond which requests are refused; none unless set.
     roles: when workers on nodes of `role: both` change their role.
+    map: path of what `handoff probe` wrote, from the file's folder; it holds for links between nodes until
+    workers have measured them, and what they measure is held against it.
     hosts: the machines of the nodes, for `ray up`. aws: what it rents them with. kubernetes: what is needed
     where the nodes are pods. links: what links to emulate between nodes on this machine.
     """
@@ -335,6 +339,7 @@ class ClusterFile(_Model):
     router: Router = Router()
     slo: Slo = Slo()
     roles: Roles = Roles()
+    map: FabricMap | None = None
     gateway: Gateway = Gateway()
     nodes: Annotated[Mapping[Name, NodeGroup], Field(min_length=1)]
     workers: Workers = Workers()
@@ -445,6 +450,16 @@ class ClusterFile(_Model):
         if self.links is not None and self.hosts is not None:
             raise ValueError(
                 "links: are emulated on one machine, and `hosts` are many; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _map_knows_the_nodes(self) -> Self:
+        names = {node.name for node in self.each_node()}
+        if self.map is not None and len(names) > 1 and not self.map.nodes() & names:
+            raise ValueError(
+                f"map: has no node of this file, only {', '.join(sorted(self.map.nodes()))}; "
+                f"leave the key out and make a map of this file: handoff probe FILE"
             )
         return self
 
@@ -573,6 +588,8 @@ def load(path: Path) -> ClusterFile:
         raise ClusterFileError(f"{path}: holds no mapping; it needs at least the keys `model` and `nodes`")
     try:
         file = ClusterFile.model_validate(_with_paths(data, path.resolve().parent))
+    except ClusterFileError as error:  # of the map
+        raise ClusterFileError(f"{path}: {error}") from error
     except ValidationError as error:
         raise ClusterFileError(f"{path}: {explain(error, ClusterFile)}") from error
     if found := list(mistakes(file)):
@@ -604,7 +621,7 @@ def _check_fake(where: str, options: Any) -> None:
 
 
 def _with_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`data` with the model paths made absolute; wrong shapes are left for the models to report."""
+    """`data` with model paths made absolute and the map read; the models report wrong shapes."""
 
     def resolved(holder: Any) -> Any:
         if not isinstance(holder, dict) or not isinstance(holder.get("model"), str):
@@ -612,6 +629,8 @@ def _with_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         target = folder / Path(holder["model"]).expanduser()
         return {**holder, "model": str(target.resolve())} if target.exists() else holder
 
+    if isinstance(data.get("map"), str):
+        data = {**data, "map": read_map(folder / Path(data["map"]).expanduser())}
     nodes = data.get("nodes")
     if isinstance(nodes, dict):
         data = {**data, "nodes": {name: resolved(group) for name, group in nodes.items()}}

@@ -47,6 +47,7 @@ def kustomize(file: ClusterFile, monitoring: Mapping[str, Any]) -> dict[str, Man
     monitoring: `rules`, as Prometheus reads them, and `dashboard`, Grafana's JSON as text.
     """
     kubernetes = _section(file)
+    file = file.model_copy(update={"map": None})
     base: dict[str, Manifest] = {
         "rayservice.yaml": _ray_service(file, kubernetes),
         "serviceaccount.yaml": _service_account(file),
@@ -129,6 +130,8 @@ def unexpressed(file: ClusterFile) -> list[str]:
         )
     if file.tls is not None:
         told.append("tls: mount its files in every pod, at the same paths (a patch of yours)")
+    if file.map is not None:
+        told.append("map: is left out; pods measure the links between them when they start")
     if file.links is not None:
         told.append("links: are emulated on one machine, and left out")
     told += [

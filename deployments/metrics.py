@@ -198,6 +198,11 @@ def families(workers: Sequence[Seen]) -> Iterator[Metric]:
         "Measured rate of the link from a worker to a peer, by transport; 0 while it is broken",
         labels=(*WORKER, "peer", "rung"),
     )
+    mapped = GaugeMetricFamily(
+        "handoff_kv_map_bytes_per_second",
+        "Rate of the link from a worker to a peer by the cluster file's map, by transport",
+        labels=(*WORKER, "peer", "rung"),
+    )
     changes = CounterMetricFamily(
         "handoff_role_changes",
         "How often a worker got another role, by which and why",
@@ -231,6 +236,8 @@ def families(workers: Sequence[Seen]) -> Iterator[Metric]:
             failed.add_metric((*labels, *key.split(" ")), count)
         for key, rate in stats.rates.items():
             rates.add_metric((*labels, *key.split(" ")), rate)
+        for key, rate in stats.mapped.items():
+            mapped.add_metric((*labels, *key.split(" ")), rate)
         for key, count in stats.role_changes.items():
             changes.add_metric((worker.name, *key.split(" ")), count)
         for field, gauge in gauges.items():
@@ -246,6 +253,7 @@ def families(workers: Sequence[Seen]) -> Iterator[Metric]:
         nbytes,
         failed,
         rates,
+        mapped,
         changes,
         *gauges.values(),
         *counters.values(),

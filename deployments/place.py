@@ -219,6 +219,7 @@ def _create(file: ClusterFile, ask: WorkerAsk, placement: Placement) -> Any:
         s3=store.settings(file),
         tier=file.s3 is not None and file.s3.tier,
         tls=None if file.tls is None else TlsFiles(**_paths(file.tls.model_dump())),
+        mapped={} if file.map is None else file.map.out_of(placement.node_name),
     )
     return (
         ray.remote(Worker)

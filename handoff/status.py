@@ -131,14 +131,18 @@ def _view(cluster: LocalCluster, connected: bool) -> Group:
                 ]
             table.add_row(worker.name, worker.role, worker.node, _styled(worker.state), *figures)
             for peer, rungs in worker.ways().items():
-                ways.add_row(worker.name, peer, _ways(rungs))
+                ways.add_row(worker.name, peer, _ways(rungs, worker.mapped(peer)))
         tables += [table, ways, *(f"{name}: {line}" for name, line in waits().items())]
     return Group(*tables)
 
 
-def _ways(rungs: dict[str, float]) -> str:
-    best_first = sorted(rungs.items(), key=lambda rung: -rung[1])
-    return ", ".join(f"{rung} {show(rate)}/s" if rate else f"{rung} broken" for rung, rate in best_first)
+def _ways(rungs: dict[str, float], mapped: dict[str, float]) -> str:
+    """Rates by rung, and what share that is of the map's, where there is one."""
+    found = []
+    for rung, rate in sorted(rungs.items(), key=lambda rung: -rung[1]):
+        share = f" ({rate / mapped[rung]:.2g} of the map)" if rate and rung in mapped else ""
+        found.append(f"{rung} {show(rate)}/s{share}" if rate else f"{rung} broken")
+    return ", ".join(found)
 
 
 def _nodes(cluster: LocalCluster, nodes: list[NodeReport]) -> Table:

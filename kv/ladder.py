@@ -13,7 +13,7 @@ longer each time they fail.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kv.errors import ChunkCorrupt, PeerLost, StoreFull, TransferTimeout
@@ -45,6 +45,10 @@ PRIORS: dict[str, Cost] = {
 """What is assumed until the first probe has passed."""
 SAME_NODE_PRIORS: dict[str, Cost] = {"plasma": (1e-3, 0.5e-9)}
 
+NO_MAP: Mapping[str, Cost] = {}
+DRIFT = 3.0
+"""A probe that takes so many times what the map says tells of another link, not of a transport's own cost."""
+
 _CAUSES = {TransferTimeout: "timeout", PeerLost: "lost", StoreFull: "full", ChunkCorrupt: "corrupt"}
 
 
@@ -61,14 +65,20 @@ class Side:
     transports: tuple[str, ...]
 
 
-def possible(ours: Side, theirs: Side) -> dict[str, Cost]:
-    """Return the rungs between two workers, with the cost that is assumed before any is measured."""
+def possible(ours: Side, theirs: Side, mapped: Mapping[str, Cost] = NO_MAP) -> dict[str, Cost]:
+    """Return the rungs between two workers, with the cost that is assumed before any is measured.
+
+    mapped: what a map says of the links between their nodes; a transport's own latency comes on top.
+    """
     near = SAME_NODE_PRIORS if ours.node == theirs.node else {}
-    return {
-        name: near.get(name, PRIORS.get(name, UNMEASURED))
-        for name in ours.transports
-        if name in theirs.transports
-    }
+    found = {}
+    for name in ours.transports:
+        if name in theirs.transports:
+            latency_s, s_per_byte = near.get(name, PRIORS.get(name, UNMEASURED))
+            if (link := mapped.get(name)) is not None:
+                latency_s, s_per_byte = latency_s + link[0], link[1]
+            found[name] = latency_s, s_per_byte
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,8 @@ class _Rung:
     backoff_s: float = 0.0
     probe_at: float = -math.inf
     healed_at: float = -math.inf
+    map_s: float | None = None
+    """Of the large probe, by a map."""
 
     def expected_s(self, nbytes: int) -> float:
         return self.latency_s + nbytes * self.s_per_byte
@@ -108,14 +120,17 @@ class Ladder:
 
     Args:
         rungs: from ``possible``.
+        mapped: names of those whose cost comes from a map.
 
     Times are seconds on any one monotonic clock.
 
     """
 
-    def __init__(self, rungs: dict[str, Cost]) -> None:
+    def __init__(self, rungs: dict[str, Cost], mapped: Collection[str] = ()) -> None:
         self._rungs = {name: _Rung(*cost) for name, cost in rungs.items()}
         self._first: str | None = None
+        for name, state in self._rungs.items():
+            state.map_s = state.expected_s(PROBE_SIZES[1]) if name in mapped else None
 
     # -- what was seen --------------------------------------------------------------------------
 
@@ -196,6 +211,22 @@ class Ladder:
         estimate = self._rungs[rung].estimate_s(nbytes, now)
         return min(MAX_DEADLINE_S, max(MIN_DEADLINE_S, PATIENCE * estimate))
 
+    def mapped(self) -> dict[str, float]:
+        """Return what a map says: bytes per second of the large probe payload, by rung."""
+        return {
+            name: PROBE_SIZES[1] / state.map_s
+            for name, state in self._rungs.items()
+            if state.map_s is not None
+        }
+
+    def drift(self, rung: str) -> float | None:
+        """Return how many times as long as the map says the large payload took, where that is ``DRIFT``."""
+        state = self._rungs[rung]
+        if state.map_s is None or not state.measured:
+            return None
+        times = state.expected_s(PROBE_SIZES[1]) / state.map_s
+        return times if times >= DRIFT else None
+
     def proven(self) -> bool:
         """Whether a probe has passed over a rung that works now."""
         return any(state.measured and not state.broken for state in self._rungs.values())
@@ -209,7 +240,8 @@ class Ladder:
         }
 
     def _guess(self, name: str) -> str:
-        return "" if self._rungs[name].measured else " (assumed)"
+        state = self._rungs[name]
+        return "" if state.measured else " (assumed)" if state.map_s is None else " (by the map)"
 
 
 def _ms(seconds: float) -> str:

@@ -238,12 +238,12 @@ class Pair:
         assert not any(layer[others].any() for layer in self.target), "written outside the request's blocks"
         return right
 
-    def until_written(self, positions: Sequence[int], what: str) -> None:
+    def until_written(self, positions: Sequence[int], what: str, spoiled: Sequence[int] = ()) -> None:
         """Wait until exactly these positions are written; a block that is being written is not yet."""
 
         def reached() -> bool:
             try:
-                return self.written() == list(positions)
+                return self.written(spoiled) == list(positions)
             except AssertionError:
                 return False
 
@@ -646,7 +646,7 @@ def damaged(pair: Pair, damage: Callable[[Chunk], Chunk], spoiled: Sequence[int]
         pair.give(damage(delivery) if second else delivery, done)  # type: ignore[arg-type]
     pair.wire.posted = []
     reason = pair.failed()
-    until(lambda: pair.written(spoiled) == [0, 1, 4], "the sound chunks are written")
+    pair.until_written([0, 1, 4], "the sound chunks are written", spoiled)
     until(lambda: pair.wire.dones() == [1, 1, 1], "the damaged one is done too")
     pair.close()
     until(lambda: pair.finished() == [RID], "the blocks are given back")
@@ -1472,6 +1472,25 @@ def test_a_probe_measures_every_rung_and_counts_what_announcing_takes() -> None:
     rungs.probe_due()
     assert (len(asked), rungs.live()) == (before, (0, 0))
     rungs.close()
+
+
+def test_what_a_map_says_of_a_link_is_held_against_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+    def ask(peer: str, probe: Probe, timeout_s: float) -> float:
+        time.sleep(0.02)
+        return rungs.answer(probe, timeout_s) + 0.02
+
+    mapped = {"there": {"memory": (0.0, 1e-12)}, "elsewhere": {"memory": (0.0, 1.0)}}
+    rungs = Rungs({"memory": MemoryTransport()}, "here", ask, mapped)
+    rungs.meet("d", "there", ("memory",))
+    rungs.meet("e", "beyond", ("memory",))
+    assert "(by the map)" in rungs.order("d", 1).reason
+    assert "(assumed)" in rungs.order("e", 1).reason
+    assert list(rungs.mapped()) == [("d", "memory")]
+    rungs.probe_due()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1
+    assert told[0].startswith("KV to d: memory takes ")
+    assert "handoff probe FILE" in told[0]
 
 
 @pytest.mark.parametrize("fault", [Fault("corrupt"), Fault("lost"), Fault("full")], ids=lambda f: str(f.kind))

@@ -1,5 +1,6 @@
 """The documentation's snippets are cluster files, or parts of one, that are right; no key is left out."""
 
+import json
 import re
 import types
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,12 @@ def test_a_snippet_is_part_of_a_right_file(part: dict[str, Any], tmp_path: Path)
     content = {**WHOLE, **groups, **part}
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(content))
+    if "map" in part:
+        target = tmp_path / part["map"]
+        target.parent.mkdir()
+        nodes_of = [f"{group}-0" for group in WHOLE["nodes"]]
+        row = {"what": "tcp", "source": nodes_of[0], "target": nodes_of[1], "streams": 1, "p50": 9.4}
+        target.write_text(json.dumps({"kind": "probe", "started": "2026-01-01", "rows": [row]}))
     assert load(path).name == "two-groups"
 
 

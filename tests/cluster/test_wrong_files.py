@@ -278,6 +278,16 @@ FILES = {
         "links: {gbit_s: 10Gbit}\n",
         ["links.gbit_s: '10Gbit'", "a number of Gbit/s, such as 10"],
     ),
+    "map that is not there": (
+        "slo: {ttft_ms: 2000}\n",
+        "map: results/probe.json\n",
+        ["map: ", "results/probe.json cannot be read", "handoff probe FILE", "leave the key `map` out"],
+    ),
+    "map that is something else": (
+        "slo: {ttft_ms: 2000}\n",
+        "map: model/config.json\n",
+        ["map: ", "model/config.json is of kind None, not a map", "handoff probe FILE"],
+    ),
     "links between real machines": (
         "slo: {ttft_ms: 2000}\n",
         HOSTS + "links: {gbit_s: 10}\n",

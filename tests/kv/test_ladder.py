@@ -68,6 +68,30 @@ def test_the_object_store_is_nearer_on_one_node() -> None:
     assert near < far
 
 
+def test_a_map_says_what_to_expect_until_a_probe_has() -> None:
+    """Of a link of 0.1 GB/s; the object store, which it does not name, is taken to be as fast as ever."""
+    ours, theirs = Side("a", ("tcp", "plasma")), Side("b", ("tcp", "plasma"))
+    mapped = {"tcp": (0.001, 1e-8)}
+    made = Ladder(possible(ours, theirs, mapped), mapped)
+    choice = made.order(100 * MB, 0.0)
+    assert choice.rungs == ("plasma", "tcp")
+    assert "tcp 1001.5 ms (by the map)" in choice.reason
+    assert "(assumed)" in choice.reason
+    assert made.mapped() == {"tcp": pytest.approx(LARGE / (0.0015 + LARGE * 1e-8))}
+    assert made.drift("tcp") is None
+    made.probed("tcp", probe(0.001, 1e10), 1.0)
+    assert made.order(100 * MB, 1.0).rungs == ("tcp", "plasma")
+    assert made.drift("tcp") is None  # faster is no reason to worry
+
+
+@pytest.mark.parametrize(("rate", "times"), [(1e9, None), (4e8, None), (1e8, 9.0), (1e7, 89.6)])
+def test_a_link_that_is_slower_than_its_map_is_told(rate: float, times: float | None) -> None:
+    mapped = {"tcp": (0.0, 1e-9)}
+    made = Ladder(possible(Side("a", ("tcp",)), Side("b", ("tcp",)), mapped), mapped)
+    made.probed("tcp", probe(0.0005, rate), 0.0)
+    assert made.drift("tcp") == (None if times is None else pytest.approx(times, rel=0.02))
+
+
 def test_nothing_in_common_is_said() -> None:
     choice = Ladder({}).order(MB, 0.0)
     assert (choice.rungs, "no transport in common" in choice.reason) == ((), True)

@@ -17,6 +17,7 @@ from experiments.storm import plans, storm
 pytestmark = [pytest.mark.cluster]
 
 STEP_MS, TOKENS_S = 10.0, 20_000
+MAP_GBIT_S = 8.0
 ASKED: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 
@@ -27,6 +28,7 @@ def adaptive(model: Path) -> Iterator[Endpoint]:
         model, kv_bytes_per_token=1024, kv_blocks=512, step_ms=STEP_MS, prefill_tokens_s=TOKENS_S
     )
     data["router"] = {"mode": "adaptive"}
+    data["map"] = {"made": "2026-01-01", "gbit_s": {"prefill-0 > decode-0": {"tcp": MAP_GBIT_S}}}
     data["slo"] = {
         "classes": {"impossible": {"ttft_ms": 0.001}, "easy": {"ttft_ms": 60_000, "tpot_ms": 1000}}
     }
@@ -134,6 +136,15 @@ def test_a_request_may_ask_for_another_mode(adaptive: Endpoint) -> None:
     wrong = adaptive.http.post("/v1/completions", json=body, headers={"X-Handoff-Router": "sometimes"})
     assert wrong.status_code == 400
     assert "adaptive, always, never" in wrong.json()["error"]["message"]
+
+
+def test_what_the_map_says_of_a_link_is_beside_what_was_measured(adaptive: Endpoint) -> None:
+    """Of 4 MB, a transport's own latency included: a little less than the link's rate."""
+    lines = adaptive.http.get("/metrics").text.splitlines()
+    (said,) = (line for line in lines if line.startswith("handoff_kv_map_bytes_per_second{"))
+    assert 'peer="decode-worker-0"' in said
+    assert 'rung="tcp"' in said
+    assert 0.8 * MAP_GBIT_S / 8 < float(said.split()[-1]) / 1e9 < MAP_GBIT_S / 8
 
 
 def test_decisions_and_predictions_are_metrics(adaptive: Endpoint) -> None:
