@@ -2,23 +2,26 @@
 
 What a system, a mix and a rate give is one row. Of several systems each gets every load, one after the other
 and in an order that changes, so a change of the machine's speed meets all. Nothing is known of them but their
-addresses: that they have equal machines and are at rest while another is asked is up to who starts them.
+addresses: that they have equal machines is up to who starts them. Those of this machine may be stopped while
+another one is asked (``apart``); else they share it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 
 from experiments import goodput
+from experiments.apart import apart
 from experiments.open_loop import Target, TargetError, offer
 from experiments.results import Run
 from experiments.workload import MIXES, Arrival, Mix, Served, arrivals, read_trace, scaled, synthetic_trace
@@ -30,6 +33,7 @@ SYNTHETIC: Final = 3000
 """Requests of the trace that is made where none is given."""
 TELL_S: Final = 1.0
 ASKED_WITHIN_S: Final = 10.0
+AWAKE_WITHIN_S: Final = 60.0
 SECONDS_PER_HOUR: Final = 3600.0
 
 Progress = Callable[[str], None]
@@ -61,6 +65,7 @@ class Parameters:
         answered_within_s: a request that takes longer is an error.
         warm_s: seconds of load on each system beforehand that are not counted.
         rest_s: before each load nobody is asked for so long: engines may spin for a while after an answer.
+        apart: while a system is asked, stop the processes of the others; see ``experiments/apart.py``.
         seed: of everything drawn.
 
     """
@@ -85,6 +90,7 @@ class Parameters:
     answered_within_s: float = 120.0
     warm_s: float = 3.0
     rest_s: float = 0.0
+    apart: bool = False
     seed: int = 1
 
 
@@ -99,6 +105,7 @@ def measure(
     Raises:
         TargetError: the server does not answer, or what it says of its models does not fit.
         TraceError: the trace cannot be read.
+        ApartError: a system's processes are not known.
 
     """
     trace = _trace(parameters) if TRACE in parameters.mixes else None
@@ -115,29 +122,54 @@ def measure(
     }
     models = {name: target.model for name, target in targets.items()}
     run = Run.begin(KIND, {**asdict(parameters), "models": models})
-    mixes = list(parameters.mixes)
-    for name, target in targets.items() if parameters.warm_s else ():
-        progress(f"{name}: {parameters.warm_s:g} s of load that is not counted")
-        rate = min(parameters.rates) * parameters.mixes[mixes[0]]
-        warm = load_of(parameters, trace, mixes[0], rate, parameters.warm_s, parameters.seed - 1)
-        _refuse_if_broken(asyncio.run(offer(target, warm, parameters.answered_within_s)), target)
+    mixes, names = list(parameters.mixes), list(targets)
     rows: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
     turns = [(mix, rate * parameters.mixes[mix]) for mix in mixes for rate in parameters.rates]
-    names = list(targets)
-    for turn, (mix, rate) in enumerate(turns):
-        load = load_of(parameters, trace, mix, rate, parameters.seconds, parameters.seed)
-        first = turn % len(names)
-        for name in (*names[first:], *names[:first]):
-            time.sleep(parameters.rest_s)
-            progress(f"{name}, {mix}, {rate:g} requests/s for {parameters.seconds:g} s: {len(load)} requests")
-            served = asyncio.run(_offer(targets[name], load, parameters, progress))
-            case = {"system": name, "mix": mix, "rate": round(rate, 6)}
-            rows.append({**case, **row_of(parameters, served)})
-            samples.append({**case, "requests": goodput.sample(served)})
-            run = run.end({"rows": rows}, samples)
-            keep(run)
+    with apart(names) if parameters.apart else contextlib.nullcontext(_all_run) as only:
+        for name, target in targets.items() if parameters.warm_s else ():
+            only(name)
+            progress(f"{name}: {parameters.warm_s:g} s of load that is not counted")
+            rate = min(parameters.rates) * parameters.mixes[mixes[0]]
+            warm = load_of(parameters, trace, mixes[0], rate, parameters.warm_s, parameters.seed - 1)
+            _refuse_if_broken(asyncio.run(offer(target, warm, parameters.answered_within_s)), target)
+        for turn, (mix, rate) in enumerate(turns):
+            load = load_of(parameters, trace, mix, rate, parameters.seconds, parameters.seed)
+            first = turn % len(names)
+            for name in (*names[first:], *names[:first]):
+                only(name)
+                if parameters.apart:
+                    _awake(targets[name], load, parameters)
+                time.sleep(parameters.rest_s)
+                progress(
+                    f"{name}, {mix}, {rate:g} requests/s for {parameters.seconds:g} s: {len(load)} requests"
+                )
+                served = asyncio.run(_offer(targets[name], load, parameters, progress))
+                case = {"system": name, "mix": mix, "rate": round(rate, 6)}
+                rows.append({**case, **row_of(parameters, served)})
+                samples.append({**case, "requests": goodput.sample(served)})
+                run = run.end({"rows": rows}, samples)
+                keep(run)
     return run
+
+
+def _all_run(name: str) -> None:
+    """Stop nobody."""
+
+
+def _awake(target: Target, load: list[Arrival], parameters: Parameters) -> None:
+    """Wait until a system that was stopped answers a request of the load, which is not counted."""
+    deadline = time.monotonic() + AWAKE_WITHIN_S
+    one = [replace(load[0], at=0.0)]
+    while True:
+        (served,) = asyncio.run(offer(target, one, parameters.answered_within_s))
+        if not served.error:
+            return
+        if time.monotonic() > deadline:
+            raise TargetError(
+                f"{target.url} does not answer {AWAKE_WITHIN_S:g} s after it was let go on: {served.error}"
+            )
+        time.sleep(1)
 
 
 def _trace(parameters: Parameters) -> list[Arrival]:

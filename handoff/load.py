@@ -64,6 +64,14 @@ def load(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="How many are paid for.")] = 1,
     rest: Annotated[float, typer.Option(min=0, help="Seconds before each load in which nobody asks.")] = 0,
+    apart: Annotated[
+        bool,
+        typer.Option(
+            "--apart",
+            help="Systems of this machine: stop the others while one is asked. Each is started with "
+            "HANDOFF_BENCH_SYSTEM=NAME in its environment.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 1,
     out: Annotated[Path, typer.Option(help="Where the run is written; the plot goes beside it.")] = Path(
         "results/bench-load.json"
@@ -104,6 +112,7 @@ def load(
         hourly=hourly,
         workers=workers,
         rest_s=rest,
+        apart=apart,
         seed=seed,
     )
     plot = out.with_suffix(".svg")
