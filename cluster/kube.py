@@ -30,8 +30,8 @@ SHM_ROOM: Final = 512 * 2**20
 AGENT_PORT: Final = 52365
 WORKERS: Final = "handoff.workers"
 """Annotation: changes with whatever workers are made from, so that KubeRay makes a new cluster then."""
-GATEWAYS_OWN: Final = {"gateway", "router", "slo", "recompute", "served_model_name", "name"}
-"""What gateways are made from: they are replaced where they are."""
+GATEWAYS_OWN: Final = {"gateway", "router", "slo", "roles", "recompute", "served_model_name", "name"}
+"""What no worker is made from: gateways, and the actor that changes roles, are replaced where they are."""
 RUN_AS: Final = 1000
 KEPT_S: Final = 3600
 """So long the head of an experiment that has ended stays, for its logs."""

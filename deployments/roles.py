@@ -34,6 +34,7 @@ AT_HEAD: Final = "node:__internal_head__"
 EVERY_S: Final = 1.0
 ANSWER_S: Final = 3.0
 """A worker that has not told its load by then is not counted in this look."""
+ENDED_WITHIN_S: Final = 10.0
 TOLD_S: Final = 30.0
 """A worker takes a role, and measures the ways to its peers, within this time."""
 PROMPTS_S: Final = 1.0
@@ -58,9 +59,12 @@ class RolesSpec:
 def begin(file: ClusterFile) -> None:
     """Have a cluster file's workers follow the load, if it says so and there is anything to change.
 
-    Returns at once. One that is there already stays.
+    An actor that was begun with the same stays; one that was begun with anything else is replaced.
     """
-    if (spec := spec_of(file)) is None:
+    spec = spec_of(file)
+    if _running() != spec:
+        end()
+    if spec is None:
         return
     ray.remote(RoleBalancer).options(
         name=ACTOR,
@@ -73,10 +77,25 @@ def begin(file: ClusterFile) -> None:
     ).remote(spec)
 
 
+def _running() -> RolesSpec | None:
+    """Return what the actor that is there was begun with; None if there is none, or it does not answer."""
+    try:
+        handle = ray.get_actor(ACTOR, namespace=NAMESPACE)
+        spec: RolesSpec = ray.get(handle.spec.remote(), timeout=ANSWER_S)
+    except (ValueError, ray.exceptions.RayError):
+        return None
+    return spec
+
+
 def end() -> None:
-    """No role changes any more, and no worker comes or goes."""
+    """No role changes any more, and no worker comes or goes. Returns when the actor's name is free again."""
     with contextlib.suppress(ValueError, ray.exceptions.RayError):  # there is none, or no cluster any more
         ray.kill(ray.get_actor(ACTOR, namespace=NAMESPACE), no_restart=True)
+        deadline = time.monotonic() + ENDED_WITHIN_S
+        while time.monotonic() < deadline:
+            ray.get_actor(ACTOR, namespace=NAMESPACE)
+            time.sleep(0.05)
+        logger.warning("the actor %s has not ended within %g s", ACTOR, ENDED_WITHIN_S)
 
 
 def has_pools(file: ClusterFile) -> bool:
@@ -125,6 +144,10 @@ class RoleBalancer:
     def members(self, gateway: int, version: Version) -> Members | None:
         """See ``MemberList.asked``."""
         return self._pools.members.asked(gateway, version)
+
+    def spec(self) -> RolesSpec:
+        """Return what it was begun with."""
+        return self._spec
 
     def waits(self) -> dict[str, str]:
         """Return what workers that come or leave wait for, by name."""

@@ -4,9 +4,12 @@ And a gateway that starts does not wait for a worker that does not answer.
 """
 
 import itertools
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -116,6 +119,53 @@ def test_a_worker_follows_the_load_and_comes_back(endpoint: Endpoint) -> None:
     assert {name: worker["pid"] for name, worker in endpoint.workers().items()} == pids
     assert all(worker["alive"] for worker in endpoint.workers().values())
     endpoint.settled()
+
+
+BEGIN = """
+import json, sys
+from cluster.connect import connect
+from cluster.file import Roles, Slo
+from cluster.local import running
+from deployments import roles
+
+import ray
+
+cluster = running(sys.argv[1])
+connect(cluster)
+
+def actor():
+    handle = ray.get_actor(roles.ACTOR)
+    return ray.get(handle.spec.remote(), timeout=60).limits.prompts_s, handle._actor_id.hex()
+
+before = actor()
+roles.begin(cluster.file)
+same = actor()
+slower = Roles(**cluster.file.roles.model_dump() | {"prompts_s": 7})
+roles.begin(cluster.file.model_copy(update={"roles": slower}))
+other = actor()
+roles.begin(cluster.file.model_copy(update={"roles": Roles(change=False)}))
+try:
+    none = actor()
+except ValueError:
+    none = None
+roles.begin(cluster.file)
+print(json.dumps([before, same, other, none, actor()]))
+"""
+"""Begins the actor again, for the same cluster file, others, and the first one."""
+
+
+def test_the_actor_is_replaced_where_the_file_says_something_else(served: tuple[str, Endpoint]) -> None:
+    asked = subprocess.run(
+        [sys.executable, "-c", BEGIN, served[0]], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert asked.returncode == 0, asked.stderr
+    before, same, other, none, again = json.loads(asked.stdout.splitlines()[-1])
+    assert before == same == [0.3, before[1]]
+    assert other[0] == 7
+    assert none is None
+    assert again[0] == 0.3
+    assert len({before[1], other[1], again[1]}) == 3
+    served[1].settled()
 
 
 @pytest.mark.timeout(420)
