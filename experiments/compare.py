@@ -275,6 +275,10 @@ def _verdict(run: Run) -> Iterator[tuple[Key, Series]]:
             (f"{row['mix']}/{row['contender']}", "goodput_rps"),
             Series(row["goodput_rps_p50"], True, values),
         )
+        if row.get("joules_per_request_p50") is not None:
+            joules = [one for one in row["joules_per_request"] if one is not None]
+            key = (f"{row['mix']}/{row['contender']}", "joules_per_request")
+            yield key, Series(row["joules_per_request_p50"], False, joules)
 
 
 def _head(run: Run) -> Iterator[tuple[Key, Series]]:

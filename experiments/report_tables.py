@@ -9,6 +9,7 @@ from markupsafe import Markup
 from experiments import bars, head, kv_plot, mesh, pipeline, probe_map, where
 from experiments.bars import Bar, Stack
 from experiments.compare import of_median, series
+from experiments.energy import joules_told, power_told
 from experiments.results import Run
 from experiments.where_profile import PARTS as PARTS_OF_STEPS
 
@@ -427,6 +428,7 @@ def _plan_parts(run: Run) -> Parts:
 
 def _verdict_parts(run: Run) -> Parts:
     cells, plots = [], []
+    objectives = ("TTFT objective ms", "TPOT objective ms")
     for row in run.results["rows"]:
         low, high = row["goodput_rps_ci95"] or (0.0, 0.0)
         cells.append(
@@ -435,6 +437,7 @@ def _verdict_parts(run: Run) -> Parts:
                 f"{row['goodput_rps_p50']:.2f}",
                 f"{low:.2f} to {high:.2f}",
                 f"{row['offered_rps']:.2f}",
+                joules_told(row),
                 f"{row['slo']['ttft_ms']:.0f}",
                 f"{row['slo']['tpot_ms']:.1f}",
             ]
@@ -454,7 +457,8 @@ def _verdict_parts(run: Run) -> Parts:
         title = f"Requests a second in time: {one['mix']}"
         plots.append((title, Markup(bars.draw(drawn, title))))
     notes = [f"{one['mix']}: {one['answer']}" for one in run.results["verdicts"]]
-    columns = ("mix, contender", "goodput/s", "95 %", "offered/s", "TTFT objective ms", "TPOT objective ms")
+    notes += [power_told(run.results["energy"])] if "energy" in run.results else []
+    columns = ("mix, contender", "goodput/s", "95 %", "offered/s", "J/request in time", *objectives)
     return [Table("Undivided against every split, equal engines", columns, cells, notes)], plots
 
 

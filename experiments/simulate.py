@@ -45,6 +45,22 @@ class Plant:
 PLANT: Final = Plant()
 
 
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Seconds that all workers together computed.
+
+    Attributes:
+        prefill_s: in steps that computed prompts, whatever was decoded in them as well.
+        decode_s: in steps that only decoded.
+        until: when the last step ended.
+
+    """
+
+    prefill_s: float
+    decode_s: float
+    until: float
+
+
 @dataclass(slots=True, eq=False)
 class _Part:
     """A request at one worker."""
@@ -68,6 +84,8 @@ class _Worker:
         self._held = 0
         self._busy = False
         self.meter = Meter()
+        self.decode_s = 0.0
+        self.until = 0.0
 
     def submit(self, part: _Part, now: float) -> None:
         self._waiting.append(part)
@@ -127,10 +145,12 @@ class _Worker:
         seconds = step.decode_s(work.decoding, work.context) + step.token * work.tokens
         seconds += step.token_context * work.token_context
         self.meter.saw(work, seconds)
+        self.decode_s += 0.0 if work.tokens else seconds
         self._wake(now + seconds, lambda at: self._end(plan, at))
 
     def _end(self, plan: list[tuple[_Part, int]], now: float) -> None:
         self._busy = False
+        self.until = now
         for part, count in plan:
             filling = part.computed < part.prompt
             if filling:
@@ -151,6 +171,13 @@ def simulate(
     arrivals: Sequence[Arrival], policy: Policy, plant: Plant = PLANT, slo: Slo = NO_SLO, admit: bool = False
 ) -> list[Served]:
     """Serve a load, open loop, and return what became of each request, in the order of arrival."""
+    return simulated(arrivals, policy, plant, slo, admit)[0]
+
+
+def simulated(
+    arrivals: Sequence[Arrival], policy: Policy, plant: Plant = PLANT, slo: Slo = NO_SLO, admit: bool = False
+) -> tuple[list[Served], Busy]:
+    """Serve a load as ``simulate`` does, and return what the workers computed for it as well."""
     events: list[tuple[float, int, Callable[[float], None]]] = []
     order, clock = itertools.count(), [0.0]
 
@@ -235,7 +262,12 @@ def simulate(
     while events:
         clock[0], _, what = heapq.heappop(events)
         what(clock[0])
-    return [served[number] for number in range(len(arrivals))]
+    busy = Busy(
+        sum(worker.meter.prompting_s for worker in workers.values()),
+        sum(worker.decode_s for worker in workers.values()),
+        max(worker.until for worker in workers.values()),
+    )
+    return [served[number] for number in range(len(arrivals))], busy
 
 
 def _times(role: Role, count: int) -> list[Role]:

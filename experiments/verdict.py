@@ -16,7 +16,8 @@ from actors.steps import StepModel
 from deployments.router import Policy
 from deployments.snapshot import Slo
 from experiments.compare import of_median
-from experiments.simulate import Plant, simulate
+from experiments.energy import Watts
+from experiments.simulate import Busy, Plant, simulated
 from experiments.workload import MIXES, Mix, arrivals
 
 KIND: Final = "verdict"
@@ -96,14 +97,16 @@ def capacity(step: StepModel, mix: Mix, workers: int, slots: int) -> float:
     return workers / (step.prefill_s(prompt, 0) + output * each_token)
 
 
-def judged(parameters: Parameters, step: StepModel, plant: Plant, progress: Progress) -> dict[str, Any]:
-    """Return rows, one for each mix and contender, and the verdict on each mix."""
+def judged(
+    parameters: Parameters, step: StepModel, plant: Plant, progress: Progress, watts: Watts | None = None
+) -> dict[str, Any]:
+    """Return rows, one for each mix and contender, and the verdict on each mix; no energy without watts."""
     rows: list[dict[str, Any]] = []
     verdicts = []
     for name in parameters.mixes:
         objectives = objective(parameters, step, MIXES[name], plant.chunk)
         of_mix = {
-            one.name: _row(parameters, name, one, objectives, step, plant)
+            one.name: _row(parameters, name, one, objectives, step, plant, watts)
             for one in contenders(parameters.workers)
         }
         rows += of_mix.values()
@@ -123,23 +126,30 @@ def objective(parameters: Parameters, step: StepModel, mix: Mix, chunk: int) -> 
 
 
 def _row(
-    parameters: Parameters, mix: str, one: Contender, slo: Slo, step: StepModel, plant: Plant
+    parameters: Parameters,
+    mix: str,
+    one: Contender,
+    slo: Slo,
+    step: StepModel,
+    plant: Plant,
+    watts: Watts | None,
 ) -> dict[str, Any]:
     own = replace(plant, prefills=one.prefills, decodes=one.decodes, step=step)
     most = capacity(step, MIXES[mix], parameters.workers, plant.slots)
     assert slo.ttft_s is not None
     assert slo.tpot_s is not None
 
-    def goodput(rate: float, seed: int) -> float:
+    def serve(rate: float, seed: int) -> tuple[int, Busy]:
         load = arrivals(MIXES[mix], rate, parameters.seconds, seed)
-        served = simulate(load, one.policy, own, slo)
-        return sum(of.good(slo.ttft_s or 0, slo.tpot_s or 0) for of in served) / parameters.seconds
+        served, busy = simulated(load, one.policy, own, slo)
+        return sum(of.good(slo.ttft_s or 0, slo.tpot_s or 0) for of in served), busy
 
     rates = [most * share for share in RATES]
     searched = range(parameters.seed, parameters.seed + SEARCHED)
-    best = max(rates, key=lambda rate: sum(goodput(rate, seed) for seed in searched))
+    best = max(rates, key=lambda rate: sum(serve(rate, seed)[0] for seed in searched))
     judges = range(searched.stop, searched.stop + parameters.loads)
-    found = [round(goodput(best, seed), 4) for seed in judges]
+    loads = [serve(best, seed) for seed in judges]
+    found = [round(good / parameters.seconds, 4) for good, _ in loads]
     bounds = of_median(found)
     return {
         "mix": mix,
@@ -151,7 +161,25 @@ def _row(
         "goodput_rps_p50": round(median(found), 4),
         "goodput_rps_ci95": None if bounds is None else list(bounds),
         "goodputs_rps": found,
+        **_energy(parameters, loads, watts),
         "slo": {"ttft_ms": round(slo.ttft_s * 1e3, 1), "tpot_ms": round(slo.tpot_s * 1e3, 1)},
+    }
+
+
+def _energy(parameters: Parameters, loads: Sequence[tuple[int, Busy]], watts: Watts | None) -> dict[str, Any]:
+    """Return joules by request in time, of each load: None where there was none, or no counter."""
+    found: list[float | None] = [
+        round(watts.joules(busy, parameters.workers, parameters.seconds) / good, 4)
+        if watts is not None and good
+        else None
+        for good, busy in loads
+    ]
+    known = [one for one in found if one is not None]
+    bounds = of_median(known)
+    return {
+        "joules_per_request_p50": round(median(known), 4) if known else None,
+        "joules_per_request_ci95": None if bounds is None else list(bounds),
+        "joules_per_request": None if watts is None else found,
     }
 
 
@@ -170,6 +198,7 @@ def verdict(mix: str, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     pays = bounds is not None and bounds[0] > 1
     worse = bounds is not None and bounds[1] < 1
     ratio = median(ratios) if ratios else None
+    used = _joules_ratio(best, plain)
     told = (
         "" if ratio is None or bounds is None else f": {ratio:.2f} times ({bounds[0]:.2f} to {bounds[1]:.2f})"
     )
@@ -180,16 +209,30 @@ def verdict(mix: str, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if worse
         else "don't: no difference beyond noise"
     )
+    if used["energy_ratio_ci95"] is not None:
+        low, high = used["energy_ratio_ci95"]
+        told += f", at {used['energy_ratio']:.2f} times the energy per request ({low:.2f} to {high:.2f})"
     return {
         "mix": mix,
         "disaggregate": pays,
         "contender": best["contender"],
         "ratio": None if ratio is None else round(ratio, 4),
         "ratio_ci95": None if bounds is None else list(bounds),
+        **used,
         "answer": answer + told,
     }
 
 
-def paired(values: Sequence[float], of: Sequence[float]) -> list[float]:
-    """Return the ratios of values of the same loads, without those whose divisor is 0."""
-    return [round(one / other, 4) for one, other in zip(values, of, strict=True) if other]
+def _joules_ratio(best: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    ratios = paired(best.get("joules_per_request") or (), plain.get("joules_per_request") or ())
+    bounds = of_median(ratios)
+    return {
+        "energy_ratio": round(median(ratios), 4) if ratios else None,
+        "energy_ratio_ci95": None if bounds is None else list(bounds),
+    }
+
+
+def paired(values: Sequence[float | None], of: Sequence[float | None]) -> list[float]:
+    """Return the ratios of values of the same loads, without those that have none, or whose divisor is 0."""
+    pairs = zip(values, of, strict=True)
+    return [round(one / other, 4) for one, other in pairs if one is not None and other]

@@ -26,7 +26,9 @@ def measure(parameters: Parameters, progress: Progress) -> Run:
     """Measure one engine, judge every contender, and return the run."""
     run = Run.begin(KIND, asdict(parameters))
     kv = read(parameters.model).kv_per_token
-    step, samples = verdict_engine.measure(parameters.model, progress)
+    measured = verdict_engine.measure(parameters.model, progress)
+    if measured.missing is not None:
+        progress(f"no energy: {measured.missing}")
     plant = Plant(
         chunk=int(ENGINE["max_num_batched_tokens"]),
         slots=SLOTS,
@@ -34,8 +36,11 @@ def measure(parameters: Parameters, progress: Progress) -> Run:
         handover_s=parameters.handover_ms / 1e3,
         link_rate=parameters.gbit_s * 1e9 / 8,
     )
-    found = verdict.judged(parameters, step, plant, progress)
-    return run.end({"step_s": asdict(step), "kv_bytes_per_token": round(kv), **found}, samples)
+    found = verdict.judged(parameters, measured.step, plant, progress, measured.watts)
+    watts = None if measured.watts is None else asdict(measured.watts)
+    energy = {"watts": watts, "missing": measured.missing}
+    head = {"step_s": asdict(measured.step), "kv_bytes_per_token": round(kv), "energy": energy}
+    return run.end({**head, **found}, measured.samples)
 
 
 def link_gbit_s(path: Path) -> float:

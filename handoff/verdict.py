@@ -96,23 +96,29 @@ def verdict(
 
 def _show(results: Any, chosen: "Parameters") -> None:
     step = results["step_s"]
+    from experiments.energy import joules_told, power_told
+
     say = console.out.print
     say(
         f"a step takes {step['base'] * 1e3:.2f} ms, {step['sequence'] * 1e3:.2f} ms more for each sequence "
         f"that decodes, {step['token'] * 1e6:.0f} µs for each prompt token; "
-        f"KV {results['kv_bytes_per_token'] / 1e3:.1f} kB a token at {chosen.gbit_s:.3g} Gbit/s\n"
+        f"KV {results['kv_bytes_per_token'] / 1e3:.1f} kB a token at {chosen.gbit_s:.3g} Gbit/s"
     )
+    say(f"{power_told(results['energy'])}\n")
+    energy = results["energy"]["watts"] is not None
     table = Table(
         title=f"Requests a second in time, by {chosen.workers} engines", title_justify="left", box=None
     )
     for column in ("mix", "contender"):
         table.add_column(column)
-    for column in ("goodput/s", "95 %", "offered/s", "TTFT ms", "TPOT ms"):
+    joules = ("J/request",) if energy else ()
+    for column in ("goodput/s", "95 %", "offered/s", *joules, "TTFT ms", "TPOT ms"):
         table.add_column(column, justify="right")
     for row in results["rows"]:
         bounds = row["goodput_rps_ci95"]
         interval = "" if bounds is None else f"{bounds[0]:.2f} to {bounds[1]:.2f}"
-        figures = (f"{row['goodput_rps_p50']:.2f}", interval, f"{row['offered_rps']:.2f}")
+        told = (joules_told(row),) if energy else ()
+        figures = (f"{row['goodput_rps_p50']:.2f}", interval, f"{row['offered_rps']:.2f}", *told)
         slo = row["slo"]
         table.add_row(
             row["mix"], row["contender"], *figures, f"{slo['ttft_ms']:.0f}", f"{slo['tpot_ms']:.1f}"
