@@ -47,7 +47,7 @@ class Counter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Watts:
-    """A device's power at rest, while it computes prompts and while it decodes; see ``Counter`` for the rest."""
+    """A device's power at rest, while it computes prompts and while it decodes; else as ``Counter``."""
 
     source: str
     device: str
@@ -57,12 +57,11 @@ class Watts:
     decode_w: float
 
     def joules(self, busy: Busy, workers: int, seconds: float) -> float:
-        """Return what workers use for a load: rest, until it is over and answered, and what steps add to it."""
+        """Return what workers use for a load: at rest, until all is answered, and what steps add."""
         rest = self.idle_w * self.share * workers * max(seconds, busy.until)
-        steps = (self.prefill_w - self.idle_w) * busy.prefill_s + (
-            self.decode_w - self.idle_w
-        ) * busy.decode_s
-        return rest + steps
+        prefill = (self.prefill_w - self.idle_w) * busy.prefill_s
+        decode = (self.decode_w - self.idle_w) * busy.decode_s
+        return rest + prefill + decode
 
 
 class Rapl:
@@ -132,7 +131,7 @@ class Nvml:
 
 
 def counter(cpu: int) -> Counter:
-    """Return the counter of the device that the installed vLLM computes on; on CPUs, of this one's package."""
+    """Return the counter of what the installed vLLM computes on: the GPU, or the package of a CPU."""
     if "cpu" in versions().get("vllm", "cpu"):
         return Rapl(cpu)
     try:

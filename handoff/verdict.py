@@ -95,9 +95,9 @@ def verdict(
 
 
 def _show(results: Any, chosen: "Parameters") -> None:
-    step = results["step_s"]
-    from experiments.energy import joules_told, power_told
+    from experiments.energy import power_told
 
+    step = results["step_s"]
     say = console.out.print
     say(
         f"a step takes {step['base'] * 1e3:.2f} ms, {step['sequence'] * 1e3:.2f} ms more for each sequence "
@@ -106,18 +106,19 @@ def _show(results: Any, chosen: "Parameters") -> None:
     )
     say(f"{power_told(results['energy'])}\n")
     energy = results["energy"]["watts"] is not None
-    table = Table(
-        title=f"Requests a second in time, by {chosen.workers} engines", title_justify="left", box=None
-    )
+    each = ", and joules of each" if energy else ""
+    title = f"Requests a second in time, by {chosen.workers} engines{each}"
+    table = Table(title=title, title_justify="left", box=None)
     for column in ("mix", "contender"):
         table.add_column(column)
-    joules = ("J/request",) if energy else ()
-    for column in ("goodput/s", "95 %", "offered/s", *joules, "TTFT ms", "TPOT ms"):
+    used = ("joules",) if energy else ()
+    for column in ("goodput/s", "95 %", "offered/s", *used, "TTFT ms", "TPOT ms"):
         table.add_column(column, justify="right")
     for row in results["rows"]:
         bounds = row["goodput_rps_ci95"]
         interval = "" if bounds is None else f"{bounds[0]:.2f} to {bounds[1]:.2f}"
-        told = (joules_told(row),) if energy else ()
+        joules = row["joules_per_request_p50"]
+        told = () if not energy else ("–" if joules is None else f"{joules:.1f}",)
         figures = (f"{row['goodput_rps_p50']:.2f}", interval, f"{row['offered_rps']:.2f}", *told)
         slo = row["slo"]
         table.add_row(

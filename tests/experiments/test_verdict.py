@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ from actors.steps import StepModel
 from cluster.file import load as load_cluster_file
 from experiments import verdict as verdict_module
 from experiments import verdict_run
+from experiments.compare import _verdict
+from experiments.energy import Watts
 from experiments.probe_map import read as read_map
 from experiments.probe_map import ways
+from experiments.report_tables import _verdict_parts
+from experiments.report_verdict import verdict as report_verdict
 from experiments.results import check
 from experiments.simulate import Plant
 from experiments.verdict import (
@@ -28,7 +33,7 @@ from experiments.verdict import (
     paired,
     verdict,
 )
-from experiments.verdict_engine import fit
+from experiments.verdict_engine import Measured, fit
 from experiments.verdict_run import cluster_file, link_gbit_s
 from experiments.workload import MIXES
 from handoff.cli import app
@@ -127,14 +132,18 @@ def test_the_cluster_file_of_a_split_is_right(tmp_path: Path) -> None:
     assert yaml.safe_load(path.read_text())["workers"] == {"prefill": {"count": 1}, "decode": {"count": 2}}
 
 
-def test_the_command_ends_with_a_file_or_with_dont(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("watts", [None, Watts("nvml", "NVIDIA H200", 1.0, 80.0, 400.0, 250.0)])
+def test_the_command_ends_with_a_file_or_with_dont(
+    watts: Watts | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine alone is not real: its steps are given."""
     config = Path(__file__).parent / "plan_models" / "mistral-7b.json"
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(config.read_text())
     samples = [{"what": "step", "at_once": 1, "seconds": 0.01}]
-    monkeypatch.setattr(verdict_run.verdict_engine, "measure", lambda *_: (STEP, samples))
+    measured = Measured(STEP, samples, watts, None if watts else "no counter; buy one")
+    monkeypatch.setattr(verdict_run.verdict_engine, "measure", lambda *_: measured)
     monkeypatch.setattr(verdict_module, "RATES", (0.3, 0.5))
     argv = ["verdict", str(model), "--mix", "prefill-heavy", "--out", str(tmp_path / "v.json")]
     argv += ["--cluster", str(tmp_path / "cluster.yaml"), "--gbit-s", "0.01", "--seconds", "4"]
@@ -144,7 +153,27 @@ def test_the_command_ends_with_a_file_or_with_dont(tmp_path: Path, monkeypatch: 
     assert run.results["kv_bytes_per_token"] == 131072
     (said,) = run.results["verdicts"]
     assert said["disaggregate"] is (tmp_path / "cluster.yaml").exists()
-    assert said["answer"] in result.stdout
+    told = " ".join(result.stdout.split())
+    assert said["answer"] in told
+    (line,) = report_verdict([run])[:1]
+    assert said["answer"] in line.figures
+    rows = run.results["rows"]
+    joules = [row["joules_per_request_p50"] for row in rows]
+    assert len({len(table.columns) for table in _verdict_parts(run)[0]}) == 1
+    assert len(list(_verdict(run))) == len(rows) + sum(one is not None for one in joules)
+    if watts is None:
+        assert run.results["energy"] == {"watts": None, "missing": "no counter; buy one"}
+        assert "no energy: no counter; buy one" in told
+        assert "joules" not in told
+        assert {*joules, said["energy_ratio"], *(row["joules_per_request"] for row in rows)} == {None}
+    else:
+        assert "NVIDIA H200 (NVML) takes 80.0 W at rest, 400.0 W in prefill, 250.0 W in decode" in told
+        assert "joules" in told
+        assert joules[0] is not None
+        best = next(row for row in rows if row["contender"] == said["contender"])
+        pairs = zip(best["joules_per_request"], rows[0]["joules_per_request"], strict=True)
+        assert said["energy_ratio"] == pytest.approx(median(a / b for a, b in pairs), abs=1e-4)
+        assert f"at {said['energy_ratio']:.2f} times the energy per request" in told
 
 
 def test_an_unknown_mix_is_named() -> None:
