@@ -89,7 +89,7 @@ def _ray_job(file: ClusterFile, kubernetes: Kubernetes) -> Manifest:
         "kind": "RayJob",
         "metadata": {"name": file.name},
         "spec": {
-            "entrypoint": "python -m experiments.on_cluster",
+            "entrypoint": f"python -m experiments.on_cluster {kubernetes.experiment}",
             "submissionMode": "HTTPMode",
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": KEPT_S,
@@ -190,7 +190,9 @@ def _serve_config(file: ClusterFile) -> Manifest:
 
 def _content(file: ClusterFile) -> Manifest:
     """What of the file the pods are told."""
-    content = file.model_dump(mode="json", exclude_defaults=True, exclude={"hosts", "aws", "kubernetes"})
+    content = file.model_dump(
+        mode="json", exclude_defaults=True, exclude={"hosts", "aws", "kubernetes", "links"}
+    )
     gateway = {**content.get("gateway", {}), "host": "0.0.0.0", "port": file.gateway.port}
     gateway.pop("api_keys_file", None)
     return {**content, "gateway": gateway}

@@ -1,7 +1,7 @@
 """The section `kubernetes` of a cluster file: what Kubernetes needs to know beyond what every cluster has."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -11,6 +11,7 @@ SECRETS: Final = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 Variable = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 PodName = Annotated[str, Field(pattern=DNS_PATTERN)]
+Experiment = Literal["serving", "placement"]
 
 
 class _Model(BaseModel):
@@ -36,6 +37,7 @@ class Kubernetes(_Model):
     image: with its tag; `Dockerfile` makes it. namespace: None: that of whoever applies it.
     volume: where models come from, as Kubernetes describes a volume; it is mounted read-only at `mount`.
     env: variables of every pod. pods: where the pods of a node group, or of one node, may run.
+    experiment: what the RayJob runs; see `experiments/on_cluster.py`.
     """
 
     image: Annotated[str, Field(pattern=IMAGE_PATTERN)]
@@ -44,6 +46,7 @@ class Kubernetes(_Model):
     mount: Annotated[str, Field(pattern=r"^/[^:]*[^:/]$")] = "/models"
     env: Mapping[Variable, str] = {}
     pods: Mapping[str, PodPlace] = {}
+    experiment: Experiment = "serving"
 
     @field_validator("env")
     @classmethod

@@ -1,16 +1,20 @@
-"""An experiment on the Ray cluster on whose head it runs: `python -m experiments.on_cluster`.
+"""An experiment on the Ray cluster on whose head it runs: `python -m experiments.on_cluster NAME`.
 
 The variable HANDOFF_CLUSTER_FILE holds the cluster file's content as JSON. Has Ray's autoscaler make the
-nodes that are not there, serves the model on them, asks for completions of several lengths one after the
-other, and prints what was measured, with each request's way, as a line of JSON. `k8s/experiment` runs it as a
-RayJob; `k8s/experiments` is a cluster that stays, for many of them.
+nodes that are not there, measures, and prints what was measured as a line of JSON. `serving`: the model is
+served on the nodes and asked for completions of several lengths one after the other; each request's way is
+told. `placement`: the model moves between the nodes; the line is a recorded run, for `handoff report`.
+`k8s/experiment` runs one as a RayJob; `k8s/experiments` is a cluster that stays, for many of them.
 """
 
+import argparse
 import contextlib
 import json
 import os
 import random
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -23,8 +27,11 @@ from cluster.file import ClusterFile
 from cluster.kube import CLUSTER_FILE
 from cluster.names import at
 from cluster.nodes import wait_for_nodes
+from cluster.pods import Experiment
 from deployments.app import serving
 from experiments.client import Client
+from experiments.placement import MEDIA
+from experiments.placement_cluster import measure_here
 
 PODS_S: Final = 1800.0
 PROMPT_TOKENS: Final = (128, 512, 1024)
@@ -69,15 +76,37 @@ def nodes(file: ClusterFile) -> Iterator[None]:
         request_resources(bundles=[])
 
 
+def serve(file: ClusterFile) -> dict[str, Any]:
+    """Serve the file's model on its nodes, and return how long completions took."""
+    url = f"http://127.0.0.1:{file.gateway.port}"  # this runs on the head, as the gateway does
+    with serving(file, print) as running, Client(url, running.model) as client:
+        return {"experiment": file.name, "rows": measure(client)}
+
+
+def place(file: ClusterFile) -> dict[str, Any]:
+    """Move the file's model between its nodes in every placement, and return the recorded run."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "placement.json"
+        return measure_here(file, file.name, None, REPEATS, MEDIA, out, print).as_json()
+
+
+EXPERIMENTS: Final[Mapping[Experiment, Callable[[ClusterFile], dict[str, Any]]]] = {
+    "serving": serve,
+    "placement": place,
+}
+
+
 def main() -> None:
     """Run it. Raises what bringing the application up raises: the job has failed then."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.on_cluster")
+    parser.add_argument("experiment", nargs="?", choices=[*EXPERIMENTS], default="serving")
+    chosen: Experiment = parser.parse_args().experiment
     if (content := os.environ.get(CLUSTER_FILE)) is None:
         raise NotRunningError(f"{CLUSTER_FILE} is not set; run this on the head of k8s/experiment(s)")
     file = ClusterFile.model_validate_json(content)
     ray.init(namespace=NAMESPACE, log_to_driver=False)
-    url = f"http://127.0.0.1:{file.gateway.port}"  # this runs on the head, as the gateway does
-    with nodes(file), serving(file, print) as running, Client(url, running.model) as client:
-        print(json.dumps({"experiment": file.name, "rows": measure(client)}), flush=True)
+    with nodes(file):
+        print(json.dumps(EXPERIMENTS[chosen](file)), flush=True)
 
 
 if __name__ == "__main__":

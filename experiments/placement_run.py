@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -178,7 +176,7 @@ def measure(
 
 def _with(run: Run, parameters: Parameters, samples: Sequence[Any], there: Sequence[str], pods: Pods) -> Run:
     left_out = placement.left_out(there, parameters.media)
-    if pods.no_s3 is not None:
+    if pods.no_s3 is not None and "s3" in parameters.media:
         left_out.append({"case": "s3", "reason": pods.no_s3})
     lines = placement.rows(samples)
     loopback = parameters.cluster is None and parameters.gbit_s is None
@@ -278,32 +276,6 @@ def _given(
         yield pods
     finally:
         pods.close()
-
-
-def machines_of(offers: Sequence[NodeOffer], apart: bool) -> dict[str, list[str]]:
-    """Return the names of nodes by the machine that each is on, which must be connected to.
-
-    apart: network namespaces are machines of their own, as `links:` in a cluster file make them.
-    """
-    import ray
-
-    asked = {
-        offer.name: ray.remote(where).options(num_cpus=0, resources={resource_of(offer): AT_SHARE}).remote()
-        for offer in offers
-    }
-    found: dict[str, list[str]] = {}
-    for name, (kernel, network) in zip(asked, ray.get([*asked.values()], timeout=WAIT_S), strict=True):
-        found.setdefault(f"{kernel} {network}" if apart else kernel, []).append(name)
-    return found
-
-
-def where() -> tuple[str, str]:
-    """Return what tells this machine, and its network namespace, from others."""
-    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    return (
-        boot.read_text("ascii").strip() if boot.exists() else platform.node(),
-        os.readlink(network) if network.exists() else "",
-    )
 
 
 @contextlib.contextmanager

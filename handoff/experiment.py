@@ -41,7 +41,8 @@ def placement(
         typer.Option(metavar="HOST:PORT", help="Of Ray's control store: that cluster's nodes are the pods."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A folder with safetensors files; default: the tiny random model.")
+        str | None,
+        typer.Option(help="A folder with safetensors files; default: the file's, or the tiny random model."),
     ] = None,
     machines: Annotated[
         int, typer.Option(min=1, max=6, help="Of our own; cases with more are left out.")
@@ -68,7 +69,9 @@ def placement(
 
         handoff experiment placement --machines 3 --gbit-s 10 --medium store --out results/ten.json
 
-        handoff experiment placement hosts.yaml --model /srv/models/llama
+        handoff experiment placement examples/local.yaml --repeats 5
+
+        ray exec cluster.ray.yaml 'handoff experiment placement hosts.yaml'
     """
     interrupt.end_in_order()
     from experiments.local_pair import local_model
@@ -79,13 +82,13 @@ def placement(
     if unknown := [one for one in medium or () if one not in MEDIA]:
         raise PlacementError(f"--medium is {unknown[0]!r}; one of {', '.join(MEDIA)}")
     progress = console.progress()
-    folder = local_model(model, progress)
     if path is None and address is None:
+        folder = local_model(model, progress)
         run = measure(
             Parameters(folder, machines, None if local else gbit_s, None, repeats, media), out, progress
         )
     else:
-        run = _on_cluster(path, address, folder, repeats, media, out, progress)
+        run = _on_cluster(path, address, model, repeats, media, out, progress)
     _show_placement(run.results, run.parameters)
     console.out.print(f"\nin {out}; next: handoff report {out}")
 
@@ -99,30 +102,21 @@ app.command("pipeline")(pipeline.pipeline)
 def _on_cluster(
     path: Path | None,
     address: str | None,
-    model: str,
+    model: str | None,
     repeats: int,
     media: "tuple[Medium, ...]",
     out: Path,
     progress: Callable[[str], None],
 ) -> "Run":
     from cluster.file import load
-    from cluster.nodes import snapshot
-    from deployments import store
-    from experiments.placement import named
-    from experiments.placement_run import Parameters, machines_of, measure
-    from experiments.probe import nodes_to_probe
+    from experiments.local_pair import local_model
+    from experiments.placement_cluster import measure_here
     from handoff.probe import connected
 
+    folder = None if model is None and path is not None else local_model(model, progress)
     with connected(None if path is None else load(path), address, progress) as file:
-        offers = {offer.name: offer for offer in nodes_to_probe(snapshot())}
-        apart = file is not None and file.links is not None
-        pods = named(machines_of([*offers.values()], apart))
-        progress(", ".join(f"{pod} is {node}" for pod, node in pods.items()))
-        limit = file.links.gbit_s if file is not None and file.links is not None else None
         name = file.name if file is not None else address
-        parameters = Parameters(model, None, limit, name, repeats, media)
-        bucket = None if file is None else store.settings(file)
-        return measure(parameters, out, progress, {pod: offers[node] for pod, node in pods.items()}, bucket)
+        return measure_here(file, name, folder, repeats, media, out, progress)
 
 
 def _show_placement(results: Any, parameters: Mapping[str, Any]) -> None:

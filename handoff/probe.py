@@ -103,7 +103,7 @@ def connected(
 
     with contextlib.ExitStack() as stack:
         if address is not None or (file is not None and file.hosts is not None):
-            _join(address, file)
+            _join(address, file, progress)
         else:
             if file is None and not clusters():
                 raise NotRunningError(
@@ -119,13 +119,14 @@ def connected(
         yield file
 
 
-def _join(address: str | None, file: "ClusterFile | None") -> None:
-    """Connect to a cluster that was brought up by others, or by `ray up`."""
+def _join(address: str | None, file: "ClusterFile | None", progress: Callable[[str], None]) -> None:
+    """Connect to a cluster that was brought up by others, or by `ray up`, once the file's nodes are there."""
     import os
 
     from cluster.connect import join
     from cluster.errors import NotRunningError
     from cluster.network import accepts
+    from cluster.nodes import wait_for_nodes
     from cluster.ray_start import HOSTS_TOKEN
 
     if address is None:
@@ -144,6 +145,8 @@ def _join(address: str | None, file: "ClusterFile | None") -> None:
             f"cluster, or name the file in RAY_AUTH_TOKEN_PATH"
         )
     join(address, token)
+    if file is not None:
+        wait_for_nodes(file, progress)
 
 
 def _show(results: Any) -> None:

@@ -10,6 +10,9 @@ import yaml
 from cluster_manifests import kubernetes, write
 from kubernetes_lab import CLIENT, PROJECT, Lab, Load, run, until
 
+from experiments.report import page, read
+from experiments.results import check
+
 NAME = "lab"
 SERVICE = f"{NAME}-serve-svc"
 READY_WITHIN_S = 600.0
@@ -217,10 +220,16 @@ def test_what_workers_are_made_from_makes_a_new_cluster_and_nothing_is_lost(lab:
     assert more["metadata"]["labels"]["handoff.role"] == "both"
 
 
-def test_an_experiment_runs_as_a_job_on_nodes_that_come_and_go(lab: Lab, applied: Path) -> None:
-    """Ray's autoscaler has nodes made when the experiment asks for them, and gives them back afterwards."""
+def test_experiments_run_on_nodes_that_come_and_go(lab: Lab, applied: Path, tmp_path: Path) -> None:
+    """Ray's autoscaler has nodes made when an experiment asks for them, and gives them back afterwards.
+
+    Placement runs as a RayJob; serving on the cluster that stays, where a second command runs it.
+    """
     lab.kubectl("delete", "-k", applied / "overlays" / "test", "--wait=false")
-    overlays = write(small(lab), lab, applied)
+    edited = small(lab, kubernetes={**kubernetes(lab), "experiment": "placement"})
+    for node in edited["nodes"].values():
+        node["object_store"] = "160MiB"  # twice the model and more
+    overlays = write(edited, lab, applied)
     for name in ("experiment", "experiments"):
         lab.kubectl("apply", "-k", overlays / name, "--validate=strict")
 
@@ -232,22 +241,36 @@ def test_an_experiment_runs_as_a_job_on_nodes_that_come_and_go(lab: Lab, applied
         found = lab.get("pods", "-l", f"ray.io/is-ray-node=yes,app.kubernetes.io/instance={NAME}-{of}")
         return {pod["metadata"]["labels"]["handoff.node"] for pod in found}
 
-    until(lambda: nodes("experiment") == {"head", "prefill-0", "decode-0"}, "nodes come", READY_WITHIN_S)
-    until(lambda: status() in ("SUCCEEDED", "FAILED"), "the job has ended", READY_WITHIN_S)
-    selector = f"app.kubernetes.io/instance={NAME}-experiment,handoff.node=head"
-    (head,) = lab.get("pods", "-l", selector)
-    read = ("sh", "-c", "cat /tmp/ray/session_latest/logs/job-driver-*")
-    log = lab.kubectl("exec", head["metadata"]["name"], "--", *read)
-    assert status() == "SUCCEEDED", log
-    (line,) = [line for line in log.splitlines() if line.startswith('{"experiment"')]
-    rows = json.loads(line)["rows"]
-    assert [row["prompt_tokens"] for row in rows] == [128, 512, 1024]
-    assert {path for row in rows for path in row["paths"]} == {"prefill-worker-0>decode-worker-0"}
-    until(lambda: nodes("experiment") == {"head"}, "idle nodes are given back", GONE_WITHIN_S)
+    def on_head(of: str, *command: str, within_s: float = 60) -> str:
+        selector = f"app.kubernetes.io/instance={NAME}-{of},handoff.node=head"
+        (head,) = lab.get("pods", "-l", selector)
+        name = head["metadata"]["name"]
+        return lab.kubectl("exec", name, "-c", "ray", "--", *command, within_s=within_s)
+
+    everyone = {"head", "prefill-0", "decode-0"}
+    until(lambda: nodes("experiment") == everyone, "nodes come", READY_WITHIN_S)
     # The cluster that stays has made no node, because nobody has asked for one.
     ready = ("--for=condition=HeadPodReady", f"raycluster/{NAME}-experiments", "--timeout=60s")
     lab.kubectl("wait", *ready, within_s=70)
     assert nodes("experiments") == {"head"}
+    until(lambda: status() in ("SUCCEEDED", "FAILED"), "the job has ended", READY_WITHIN_S)
+    log = on_head("experiment", "sh", "-c", "cat /tmp/ray/session_latest/logs/job-driver-*")
+    assert status() == "SUCCEEDED", log
+    (line,) = [line for line in log.splitlines() if line.startswith('{"schema_version"')]
+    (tmp_path / "placement.json").write_text(line)
+    run = check(tmp_path / "placement.json")
+    assert set(run.results["pods"].values()) == {"decode-0", "prefill-0"}
+    assert "0b" in run.results["pods"] or not lab.mounted, "pods of one machine are taken for two"
+    assert {"store 3 x1", "store 3 x2"} < {row["case"] for row in run.results["rows"]}
+    assert "store 3 x2" in page(read([tmp_path / "placement.json"]))
+    until(lambda: nodes("experiment") == {"head"}, "idle nodes are given back", GONE_WITHIN_S)
+
+    serving = on_head("experiments", "python", "-m", "experiments.on_cluster", within_s=READY_WITHIN_S)
+    (line,) = [line for line in serving.splitlines() if line.startswith('{"experiment"')]
+    rows = json.loads(line)["rows"]
+    assert [row["prompt_tokens"] for row in rows] == [128, 512, 1024]
+    assert {path for row in rows for path in row["paths"]} == {"prefill-worker-0>decode-worker-0"}
+    until(lambda: nodes("experiments") == {"head"}, "idle nodes are given back", GONE_WITHIN_S)
 
 
 def test_deleting_leaves_nothing(lab: Lab, applied: Path) -> None:

@@ -21,6 +21,7 @@ from asking import Endpoint
 from limits import ENGINE
 
 from cluster import netns
+from experiments.results import check
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.hosts]
 
@@ -172,6 +173,18 @@ def ray(arguments: Sequence[str], environment: Mapping[str, str], within_s: floa
     return done.stdout
 
 
+def placed(file: Path, ray_file: Path, environment: Mapping[str, str]) -> None:
+    """The placement experiment on the machines, as docs/experiments.md says."""
+    command = f"handoff experiment placement {file} --repeats 1 --medium store --out placement.json"
+    print(ray(["exec", str(ray_file), command], environment, 200))
+    out = file.parent / "placement.json"
+    ray(["rsync-down", str(ray_file), "~/placement.json", str(out)], environment, 60)
+    run = check(out)
+    assert run.results["pods"] == {"0a": "decode-0", "1a": "prefill-0"}
+    measured = {row["case"]: sorted(row["by_machine_s_p50"]) for row in run.results["rows"]}
+    assert measured == {"store 1 x1": ["1"], "store 3 x1": ["0"], "store 3 x2": ["0"], "store 5 x1": ["1"]}
+
+
 def test_ray_up_serves_a_request_and_ray_down_leaves_nothing(
     machines: Machines, model: Path, tmp_path: Path
 ) -> None:
@@ -192,7 +205,7 @@ def test_ray_up_serves_a_request_and_ray_down_leaves_nothing(
             "env": {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"},
         },
         "nodes": {
-            role: {"role": role, "memory": "3GiB", "object_store": "100MiB"} for role in ("prefill", "decode")
+            role: {"role": role, "memory": "3GiB", "object_store": "160MiB"} for role in ("prefill", "decode")
         },
     }
     file.write_text(yaml.safe_dump(content))
@@ -210,6 +223,7 @@ def test_ray_up_serves_a_request_and_ray_down_leaves_nothing(
 
     ray(["up", "-y", "--no-config-cache", str(tmp_path / "ray.yaml")], environment, 300)
     assert machines.processes("raylet/raylet")
+    placed(file, tmp_path / "ray.yaml", environment)
     serve = machines.ssh(0, f"bash -lc 'exec handoff serve {file}'")
     try:
         url, printed = f"http://{machines.addresses[0]}:8000", list[str]()
