@@ -111,6 +111,17 @@ def test_experiments_build_and_their_nodes_come_on_demand(folder: str, kind: str
     assert ClusterFile.model_validate_json(content).name == f"llama-{folder}"
 
 
+@pytest.mark.parametrize("experiment", ["serving", "placement"])
+def test_the_job_runs_what_the_file_says_without_links(experiment: str) -> None:
+    """Links would make each pod a machine of its own."""
+    kubernetes = {"image": "registry/handoff:1", "experiment": experiment}
+    job = rendered(pods(kubernetes=kubernetes, links={"gbit_s": 1}))["experiment/rayjob.yaml"]["spec"]
+    assert job["entrypoint"] == f"python -m experiments.on_cluster {experiment}"
+    (container,) = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    (content,) = [each["value"] for each in container["env"] if each["name"] == CLUSTER_FILE]
+    assert ClusterFile.model_validate_json(content).links is None
+
+
 @kubectl
 @pytest.mark.parametrize("component", sorted(path.name for path in (K8S / "components").iterdir()))
 def test_every_component_changes_the_base(component: str, tmp_path: Path) -> None:

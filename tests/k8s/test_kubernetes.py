@@ -18,6 +18,7 @@ SERVICE = f"{NAME}-serve-svc"
 READY_WITHIN_S = 600.0
 BACK_WITHIN_S = 180.0
 GONE_WITHIN_S = 120.0
+JOB_LOG = "/tmp/ray/session_latest/logs/job-driver-*"
 VLLM = {"max_model_len": 4096, "max_num_batched_tokens": 512, "enforce_eager": True, "dtype": "bfloat16"}
 K8S = PROJECT / "k8s"
 OTHERS = {
@@ -254,15 +255,14 @@ def test_experiments_run_on_nodes_that_come_and_go(lab: Lab, applied: Path, tmp_
     lab.kubectl("wait", *ready, within_s=70)
     assert nodes("experiments") == {"head"}
     until(lambda: status() in ("SUCCEEDED", "FAILED"), "the job has ended", READY_WITHIN_S)
-    log = on_head("experiment", "sh", "-c", "cat /tmp/ray/session_latest/logs/job-driver-*")
-    assert status() == "SUCCEEDED", log
-    (line,) = [line for line in log.splitlines() if line.startswith('{"schema_version"')]
-    (tmp_path / "placement.json").write_text(line)
-    run = check(tmp_path / "placement.json")
+    assert status() == "SUCCEEDED", on_head("experiment", "sh", "-c", f"cat {JOB_LOG}")
+    out = tmp_path / "placement.json"
+    out.write_text(on_head("experiment", "sh", "-c", f"grep -h rows {JOB_LOG}"))
+    run = check(out)
     assert set(run.results["pods"].values()) == {"decode-0", "prefill-0"}
     assert "0b" in run.results["pods"] or not lab.mounted, "pods of one machine are taken for two"
     assert {"store 3 x1", "store 3 x2"} < {row["case"] for row in run.results["rows"]}
-    assert "store 3 x2" in page(read([tmp_path / "placement.json"]))
+    assert "store 3 x2" in page(read([out]))
     until(lambda: nodes("experiment") == {"head"}, "idle nodes are given back", GONE_WITHIN_S)
 
     serving = on_head("experiments", "python", "-m", "experiments.on_cluster", within_s=READY_WITHIN_S)
