@@ -132,14 +132,16 @@ def measure(
             progress(f"{name}: {parameters.warm_s:g} s of load that is not counted")
             rate = min(parameters.rates) * parameters.mixes[mixes[0]]
             warm = load_of(parameters, trace, mixes[0], rate, parameters.warm_s, parameters.seed - 1)
+            warm = own_prompts(warm, len(turns))
             _refuse_if_broken(asyncio.run(offer(target, warm, parameters.answered_within_s)), target)
         for turn, (mix, rate) in enumerate(turns):
             load = load_of(parameters, trace, mix, rate, parameters.seconds, parameters.seed)
+            load = own_prompts(load, turn)
             first = turn % len(names)
             for name in (*names[first:], *names[:first]):
                 only(name)
                 if parameters.apart:
-                    _awake(targets[name], load, parameters)
+                    _awake(targets[name], own_prompts(load[:1], len(turns) + 1 + turn), parameters)
                 time.sleep(parameters.rest_s)
                 progress(
                     f"{name}, {mix}, {rate:g} requests/s for {parameters.seconds:g} s: {len(load)} requests"
@@ -157,12 +159,20 @@ def _all_run(name: str) -> None:
     """Stop nobody."""
 
 
+def own_prompts(load: list[Arrival], number: int) -> list[Arrival]:
+    """Give a load's prompts blocks that no load of another number has: no server has them in its cache yet.
+
+    What the prompts of a load share with each other, they still do.
+    """
+    first = (number + 1) << 40
+    return [replace(one, hash_ids=tuple(first + block for block in one.hash_ids or (0,))) for one in load]
+
+
 def _awake(target: Target, load: list[Arrival], parameters: Parameters) -> None:
-    """Wait until a system that was stopped answers a request of the load, which is not counted."""
+    """Wait until a system that was stopped answers a request, which is not counted."""
     deadline = time.monotonic() + AWAKE_WITHIN_S
-    one = [replace(load[0], at=0.0)]
     while True:
-        (served,) = asyncio.run(offer(target, one, parameters.answered_within_s))
+        (served, *_) = asyncio.run(offer(target, load, parameters.answered_within_s))
         if not served.error:
             return
         if time.monotonic() > deadline:

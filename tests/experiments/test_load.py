@@ -15,11 +15,11 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from experiments.load_bench import Parameters, load_of, measure, row_of
+from experiments.load_bench import Parameters, load_of, measure, own_prompts, row_of
 from experiments.load_plot import draw
 from experiments.open_loop import KEY_VARIABLE, Target, TargetError, _Stream, api_key, offer
 from experiments.results import check, save
-from experiments.workload import Arrival, Served, synthetic_trace
+from experiments.workload import Arrival, Served, prompt_of, synthetic_trace
 from handoff.cli import app
 
 KEY = "sk-that-nobody-prints"
@@ -242,6 +242,24 @@ def test_lengths_bursts_and_traces_can_be_chosen(tmp_path: Path) -> None:
         )
         run = measure(replace(chosen, rates=(10.0,)), None, lambda line: None)
     assert (run.results["rows"][0]["requests"], run.results["rows"][0]["errors"]) == (20, 0)
+
+
+def test_no_prompt_of_a_load_is_cached_from_another_one() -> None:
+    """Every system gets the same ones; within a load they share what they share."""
+    with served() as one, served() as two:
+        measure(
+            Parameters({"one": one.url, "two": two.url}, rates=(4.0, 4.0), output_tokens=(2, 2), seconds=2.0),
+            None,
+            lambda line: None,
+        )
+    asked = [tuple(body["prompt"]) for _, body in one.asked]
+    assert len(set(asked)) == len(asked)
+    assert sorted(asked) == sorted(tuple(body["prompt"]) for _, body in two.asked)
+    shared = [Arrival(0, 1000, 1, (7, 8)), Arrival(0, 1000, 1, (7, 9))]
+    first, again = (tuple(map(prompt_of, own_prompts(shared, number))) for number in (0, 1))
+    assert first[0][:512] == first[1][:512]
+    assert first[0][512:] != first[1][512:]
+    assert first[0][:16] != again[0][:16]
 
 
 def test_each_system_gets_every_load_in_turn(tmp_path: Path) -> None:
