@@ -15,7 +15,9 @@ KIND: Final = "probe"
 RUNGS: Final = {"tcp": "tcp", "object store": "plasma", "nixl": "nixl"}
 """What a map calls a way between two nodes, and what KV's transports call it."""
 MAKE: Final = "make it with `handoff probe FILE`, and leave the key `map` out of the file until then"
-BETWEEN, INTO, OUT_OF = " > ", "s3 put", "s3 get"
+BETWEEN: Final = " > "
+PUT: Final = "s3 put"
+GET: Final = "s3 get"
 
 
 class FabricMap(BaseModel):
@@ -72,8 +74,8 @@ def _of(data: Mapping[str, Any]) -> FabricMap:
     for row in data["rows"]:
         what, source, target, value = row["what"], row["source"], row["target"], float(row["p50"])
         if target is None:
-            if what in (INTO, OUT_OF):
-                (puts if what == INTO else gets)[source] = value
+            if what in (PUT, GET):
+                (puts if what == PUT else gets)[source] = value
             continue
         way = f"{source}{BETWEEN}{target}"
         if what == "round trip":
