@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -25,6 +24,8 @@ SURE: Final = 0.9
 """Of that delay, and of an objective of the time per token, as much may be used: both are predicted."""
 FEW_PAIRS: Final = 4
 ROUNDING: Final = 1e-9
+MISSES, NO_ROOM = 1, 2
+"""What may be wrong with a pair: a missed objective and, which is worse, no room; added where it is both."""
 
 
 class Way(NamedTuple):
@@ -132,27 +133,39 @@ class Costs:
     def best_pair(self, prefills: Sequence[int], decodes: Sequence[int]) -> Way:
         """Return the best way of dividing it; the first of equals.
 
-        A pair costs at least what its two halves do without the handover: they are looked at in the order of
-        that, until it exceeds the best that was found.
+        A pair costs at least what its two halves do, and sending the last chunk between them: the ones whose
+        halves cost least are looked at first, and others only as long as they could be better.
         """
         if len(prefills) * len(decodes) <= FEW_PAIRS:
             return min((self.pair(p, d) for p in prefills for d in decodes), key=rank)
-        fills = [(self._of_filling(fill := self._fill(p)), fill, p) for p in prefills]
-        writes = [(self._of_writing(write := self._write(d)), write.room > 0, d) for d in decodes]
-        bounds = sorted(
-            (fill.full or no_room, not fill.meets, filling + writing, place, p, d)
-            for place, ((filling, fill, p), (writing, no_room, d)) in enumerate(
-                itertools.product(fills, writes)
-            )
-        )
-        best: tuple[bool, bool, float, int] | None = None
+        ask, of = self._ask, self._of
+        fills, writes = [], []
+        for place, p in enumerate(prefills):
+            fill = self._fill(p)
+            wrong = NO_ROOM * fill.full + MISSES * (not fill.meets)
+            fills.append((wrong, self._of_filling(fill), place * len(decodes), p, of.workers[p].chunk))
+        for place, d in enumerate(decodes):
+            write, tokens = self._write(d), max(0, ask.prompt - ask.cached.get(d, 0))
+            writes.append((write.room > 0, self._of_writing(write), place, d, tokens * of.kv_bytes))
+        fills.sort()
+        writes.sort()
+        second = self._of_a_second_more()
+        least, cheapest, first = NO_ROOM + MISSES, math.inf, 0
         taken: Way | None = None
-        for full, misses, bound, place, p, d in bounds:
-            if best is not None and (full, misses, bound * (1 - ROUNDING)) > best[:3]:
-                break
-            way = self.pair(p, d)
-            if best is None or (*rank(way), place) < best:
-                best, taken = (*rank(way), place), way
+        for fill_wrong, filling, row, p, chunk in fills:
+            for no_room, writing, column, d, nbytes in writes:
+                wrong = fill_wrong | NO_ROOM if no_room else fill_wrong
+                if wrong > least:
+                    continue
+                if wrong == least:
+                    link = of.links.get((p, d), of.link)
+                    sending = link.fixed_s + min(nbytes, chunk * of.kv_bytes) / link.rate
+                    if (filling + writing + second * sending) * (1 - ROUNDING) > cheapest:
+                        continue
+                way = self.pair(p, d)
+                found = NO_ROOM * way.full + MISSES * (not way.meets)
+                if taken is None or (found, way.cost, row + column) < (least, cheapest, first):
+                    least, cheapest, first, taken = found, way.cost, row + column, way
         assert taken is not None
         return taken
 
@@ -166,8 +179,14 @@ class Costs:
             "queue": fill.queue + waits,
             "prefill": fill.own,
             "handover": way.handover,
-            "others": self._of.workers[way.prefill].decoding * fill.added + write.crowd,
+            "others": self.others(way),
         }
+
+    def others(self, way: Way) -> float:
+        """Return the seconds by which those that decode there are delayed, all together."""
+        write = self._writes.get(way.decode)
+        delayed = self._of.workers[way.prefill].decoding * self._fill(way.prefill).added
+        return delayed if write is None else delayed + write.crowd
 
     def _weigh(
         self, prefill: int, decode: int, fill: _Fill, write: _Write, ttft: float, tpot: float, handover: float
@@ -193,6 +212,13 @@ class Costs:
         """Return what a pair costs at least because of its decode worker; see ``_weigh``."""
         tpot = _value(write.tpot, self._ask.slo.tpot_s, self._length)
         return tpot + self._crowding(write) + MISSED * write.risk
+
+    def _of_a_second_more(self) -> float:
+        """Return what a second more of a handover costs at least; see ``_weigh``."""
+        slo = self._ask.slo
+        if self._ask.mode is Mode.DECODE_SAMPLES:
+            return 1.0 if slo.ttft_s is None else 1 / slo.ttft_s
+        return 1.0 if slo.tpot_s is None else 1 / (self._length * slo.tpot_s)
 
     def _crowding(self, write: _Write) -> float:
         objective = self._ask.slo.tpot_s

@@ -438,7 +438,7 @@ class Dispatcher:
         worker = self._workers[name]
         if worker.alive and worker.info.role == "decode":
             return replace(plan, route=Route(name, name, Mode.UNDIVIDED, reason, cause))
-        return replace(plan, route=replace(plan.route, cause=cause))
+        return replace(plan, route=plan.route._replace(cause=cause))
 
     def _over_budget(self, flight: Flight) -> float:
         """Take the prompt from the budget; return how long to wait if there is none left."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,8 +33,7 @@ GAIN: Final = 0.05
 """A handover must be better by this share: what it costs beside time, and what a prediction is off by."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """What a way is expected to take, in seconds; the names of ``parts`` are those of docs/router.md.
 
     ``cached``: tokens of the prompt whose KV the worker that computes it is taken to hold.
@@ -47,8 +45,7 @@ class Prediction:
     parts: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """Where a request goes. ``prefill`` equals ``decode`` for an undivided request.
 
     Attributes:
@@ -131,7 +128,7 @@ def _compared(snapshot: Snapshot, costs: Costs, taken: Way, other: Way) -> str:
 
     def figures(way: Way) -> str:
         names = [snapshot.workers[index].name for index in dict.fromkeys(way[:2])]
-        harm = costs.parts(way)["others"]
+        harm = costs.others(way)
         told = f"{'>'.join(names)} {way.ttft * 1e3:.0f} ms + {way.tpot * 1e3:.1f} ms/token"
         return told + (f", others {harm * 1e3:.0f} ms" if harm >= 5e-4 else "")
 

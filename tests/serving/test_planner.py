@@ -175,7 +175,7 @@ def hand_over(to: Fleet, key: str, gap_s: float, forced: tuple[str, str] | None 
     """One request, whose second token comes so long after the first; return where it went."""
     where = route(to.snapshot(), ASK, "always")
     if forced is not None:
-        where = replace(where, prefill=forced[0], decode=forced[1])
+        where = where._replace(prefill=forced[0], decode=forced[1])
     to.placed(key, where, ASK, [])
     to.prefilled(key)
     to.handed_over(key, gap_s)
