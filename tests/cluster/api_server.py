@@ -92,9 +92,21 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
         files = [argument for each in definitions for argument in ("-f", str(each))]
         applied = server.kubectl("apply", "--server-side", *files)
         assert applied.returncode == 0, applied.stderr
-        established = ("--for=condition=Established", "crd", "--all", "--timeout=50s")
-        assert server.kubectl("wait", *established).returncode == 0
+        _until_established(server)
         yield server
+
+
+def _until_established(server: ApiServer) -> None:
+    """Return when the server knows the definitions; on a busy machine it may not even list them at first."""
+    deadline = time.monotonic() + UP_WITHIN_S
+    while True:
+        waited = server.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+        if waited.returncode == 0:
+            return
+        assert time.monotonic() < deadline, (
+            f"the definitions are not established after {UP_WITHIN_S:g} s: {waited.stderr}"
+        )
+        time.sleep(1)
 
 
 def _kubeconfig(folder: Path, port: int, token: str) -> Path:
