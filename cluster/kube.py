@@ -47,7 +47,6 @@ def kustomize(file: ClusterFile, monitoring: Mapping[str, Any]) -> dict[str, Man
     monitoring: `rules`, as Prometheus reads them, and `dashboard`, Grafana's JSON as text.
     """
     kubernetes = _section(file)
-    file = file.model_copy(update={"map": None})
     base: dict[str, Manifest] = {
         "rayservice.yaml": _ray_service(file, kubernetes),
         "serviceaccount.yaml": _service_account(file),
@@ -191,7 +190,7 @@ def _serve_config(file: ClusterFile) -> Manifest:
 def _content(file: ClusterFile) -> Manifest:
     """What of the file the pods are told."""
     content = file.model_dump(
-        mode="json", exclude_defaults=True, exclude={"hosts", "aws", "kubernetes", "links"}
+        mode="json", exclude_defaults=True, exclude={"hosts", "aws", "kubernetes", "links", "map"}
     )
     gateway = {**content.get("gateway", {}), "host": "0.0.0.0", "port": file.gateway.port}
     gateway.pop("api_keys_file", None)

@@ -141,7 +141,7 @@ def measure(
             for name in (*names[first:], *names[:first]):
                 only(name)
                 if parameters.apart:
-                    _awake(targets[name], own_prompts(load[:1], len(turns) + 1 + turn), parameters)
+                    _awake(targets[name], parameters)
                 time.sleep(parameters.rest_s)
                 progress(
                     f"{name}, {mix}, {rate:g} requests/s for {parameters.seconds:g} s: {len(load)} requests"
@@ -168,11 +168,11 @@ def own_prompts(load: list[Arrival], number: int) -> list[Arrival]:
     return [replace(one, hash_ids=tuple(first + block for block in one.hash_ids or (0,))) for one in load]
 
 
-def _awake(target: Target, load: list[Arrival], parameters: Parameters) -> None:
-    """Wait until a system that was stopped answers a request, which is not counted."""
+def _awake(target: Target, parameters: Parameters) -> None:
+    """Wait until a system that was stopped answers a short request, which is not counted."""
     deadline = time.monotonic() + AWAKE_WITHIN_S
     while True:
-        (served, *_) = asyncio.run(offer(target, load, parameters.answered_within_s))
+        (served,) = asyncio.run(offer(target, [Arrival(0.0, 8, 1)], parameters.answered_within_s))
         if not served.error:
             return
         if time.monotonic() > deadline:

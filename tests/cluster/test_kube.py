@@ -311,3 +311,17 @@ def test_what_pods_do_not_get_is_told() -> None:
         *("gateway.host", "gateway.api_keys_file", "tls", "kubernetes.volume"),
     ]
     assert unexpressed(load(EXAMPLE)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("map", {"made": "2026-01-01", "gbit_s": {"a-0 > b-0": {"tcp": 9.4}}}), ("links", {"gbit_s": 5})],
+)
+def test_what_is_known_of_links_here_does_not_reach_pods(key: str, value: dict[str, Any]) -> None:
+    """Nor does it make KubeRay build a new cluster: what is rendered is the same."""
+    content = pods(**{key: value})
+    assert rendered(content) == rendered(pods())
+    (told,) = [
+        line for line in unexpressed(ClusterFile.model_validate(content)) if line.startswith(f"{key}: ")
+    ]
+    assert "left out" in told

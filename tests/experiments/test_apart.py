@@ -9,8 +9,10 @@ from contextlib import ExitStack
 
 import psutil
 import pytest
+from test_load import served
 
 from experiments.apart import VARIABLE, ApartError, apart, processes
+from experiments.load_bench import Parameters, measure
 
 SPAWNS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
 """A system that is two processes, one of which the other has started."""
@@ -58,6 +60,28 @@ def test_all_processes_of_the_others_are_stopped_in_turn(systems: tuple[str, ...
             assert stopped(one) == [True, True]
             _until(lambda: stopped(two) == [False, False])
     _until(lambda: stopped(one) == stopped(two) == [False, False])
+
+
+def test_a_load_is_offered_while_the_other_system_is_stopped(systems: tuple[str, ...]) -> None:
+    """Each answers one request before its load, which is not counted; the servers are stand-ins, here."""
+    told: dict[str, list[list[bool]]] = {name: [] for name in systems}
+
+    def tell(line: str) -> None:
+        for name, other in (systems, systems[::-1]):
+            if line.startswith(f"{name}, "):
+                told[name].append(stopped(other))
+
+    with served() as one, served() as two:
+        urls = dict(zip(systems, (one.url, two.url), strict=True))
+        run = measure(
+            Parameters(urls, rates=(4.0, 4.0), output_tokens=(2, 2), seconds=2.0, warm_s=0, apart=True),
+            None,
+            tell,
+        )
+    assert told == {name: [[True, True]] * 2 for name in systems}
+    counted = sum(row["requests"] for row in run.results["rows"]) / 2
+    assert len(one.asked) == len(two.asked) == counted + 2
+    _until(lambda: stopped(systems[0]) == stopped(systems[1]) == [False, False])
 
 
 def test_all_go_on_when_a_measurement_fails(systems: tuple[str, ...]) -> None:
