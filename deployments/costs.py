@@ -253,11 +253,14 @@ class Costs:
         tpot = step_s / (1 - min(MOST_SHARE, self._share(worker)))
         crowd = running * (worker.step.sequence + worker.step.context * context) * ask.output
         missing = ask.prompt + ask.output - ask.cached.get(index, 0) - worker.free_tokens
-        each = max(1.0, worker.context / max(1, running))
-        too_many = max(running + 1 - worker.slots, math.ceil(missing / each))
-        # They end one after the other, one in each such part of the time that an answer takes.
-        room = max(0, too_many) * tpot * ask.output / max(1, running)
-        risk = self._risk(worker, step_s)
+        too_many, room = running + 1 - worker.slots, 0.0
+        if missing > 0:
+            each = max(1.0, worker.context / max(1, running))
+            too_many = max(too_many, math.ceil(missing / each))
+        if too_many > 0:
+            # They end one after the other, one in each such part of the time that an answer takes.
+            room = too_many * tpot * ask.output / max(1, running)
+        risk = 0.0 if ask.slo.tpot_s is None else self._risk(worker, step_s)
         found = self._writes[index] = _Write(room, step_s, tpot, crowd, risk)
         return found
 
@@ -276,6 +279,8 @@ class Costs:
         return _poisson_tail(math.ceil((objective - step_s) * self._length / unit), expected)
 
     def _share(self, worker: WorkerState) -> float:
+        if not worker.share:
+            return 0.0
         return worker.share * math.exp(-max(0.0, self._of.now - worker.at) / SHARE_DECAY_S)
 
 

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final, Literal, NamedTuple
 
-import numpy as np
-
 from deployments.costs import Costs, Way, rank
 from deployments.snapshot import Array, Ask, Snapshot
 from deployments.split import Mode
@@ -28,7 +26,6 @@ SHORTLIST: Final = 3
 """Of more workers, the best of each kind."""
 HOLDERS: Final = 2
 """And those that hold most of the prompt's prefix."""
-LONGER_THAN_ANY_QUEUE_S: Final = 1e6
 GAIN: Final = 0.05
 """A handover must be better by this share: what it costs beside time, and what a prediction is off by."""
 
@@ -167,13 +164,17 @@ def _few(cost: Array, held: Sequence[int]) -> list[int]:
 
 def _holders(snapshot: Snapshot, ask: Ask) -> list[int]:
     """Return those that hold most of the prompt; of equals, those with the shortest queue."""
-    if len(ask.cached) <= HOLDERS:
-        return list(ask.cached)
-    holders = np.fromiter(ask.cached, np.intp, len(ask.cached))
-    missing = ask.prompt - np.fromiter(ask.cached.values(), np.float64, len(ask.cached))
-    score = missing * LONGER_THAN_ANY_QUEUE_S + snapshot.table[0, holders]
+    cached = ask.cached
+    if len(cached) <= HOLDERS:
+        return list(cached)
+    most = max(cached.values())
+    holders = [index for index, tokens in cached.items() if tokens == most]
+    queues = snapshot.table[0]
+    if len(holders) < HOLDERS:
+        return sorted(cached, key=lambda index: (-cached[index], queues[index]))[:HOLDERS]
+    waits = queues[holders]
     found = []
     for _ in range(HOLDERS):
-        found.append(int(score.argmin()))
-        score[found[-1]] = math.inf
-    return [int(index) for index in holders[found]]
+        found.append(holders[at := int(waits.argmin())])
+        waits[at] = math.inf
+    return found

@@ -64,6 +64,7 @@ class WorkerState:
         at: when this was written, on the snapshot's clock.
         step: what its steps take.
         slack_s: for how long prompts may keep it from decoding until a request there misses its objective.
+        step_s: what its present sequences make of a step; follows from the others.
 
     """
 
@@ -83,20 +84,17 @@ class WorkerState:
     at: float = 0.0
     step: StepModel = PRIOR
     slack_s: float = math.inf
+    step_s: float = field(init=False)
 
-    @property
-    def step_s(self) -> float:
-        """What its present sequences make of a step."""
-        return self.step.decode_s(self.decoding, self.context * self.decoding / max(1, self.running))
+    def __post_init__(self) -> None:
+        context = self.context * self.decoding / max(1, self.running)
+        object.__setattr__(self, "step_s", self.step.decode_s(self.decoding, context))
 
     def queue_s(self, now: float) -> float:
         """Return how long the prompts that wait there will take, less what it has done of them."""
-        if self.waiting_tokens <= 0 and not self.decoding:
-            return 0.0
-        step_s = self.step_s
         if self.waiting_tokens <= 0:
-            return step_s / 2  # the step that is under way
-        whole = self.waiting_s + self.waiting_tokens / self.chunk * step_s
+            return self.step_s / 2 if self.decoding else 0.0  # the step that is under way
+        whole = self.waiting_s + self.waiting_tokens / self.chunk * self.step_s
         return max(whole * 0.05, whole - max(0.0, now - self.busy_since))
 
     def row(self) -> tuple[float, ...]:
