@@ -31,6 +31,7 @@ from kv.faulty import DAMAGES, Fault
 Progress = Callable[[str], None]
 
 RUNGS = ("tcp", "plasma")
+NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 STAGES = ("post 0", "post 1", "post end", "take 0", "take 1", "take end")
 BACK_WITHIN_S = 180.0
 SETTLED_WITHIN_S = 10.0
@@ -63,7 +64,7 @@ class Parameters:
     aborted: float = 0.2
     slow: float = 0.05
     pause_s: float = 5.0
-    kinds: tuple[str, ...] = ("worker", "stage", "damage", "lost", "stalled", "gateway")
+    kinds: tuple[str, ...] = ("worker", "stage", "damage", "lost", "stalled", "gateway", "raylet")
 
 
 @dataclass(slots=True)
@@ -198,7 +199,7 @@ def _pause(load: Load, seconds: float) -> None:
 def _memory(controls: Controls) -> dict[int, tuple[str, int]]:
     """Resident bytes of gateways and workers, by process."""
     found: dict[int, tuple[str, int]] = {}
-    for node in ("head", "prefill-0", "prefill-1", "decode-0", "decode-1"):
+    for node in ("head", *NODES):
         for what in ("ray::ServeReplica", "ray::FaultyWorker"):
             for process in controls.processes(node, what):
                 with suppress(psutil.Error):
@@ -222,10 +223,18 @@ def _workers_back(controls: Controls, load: Load) -> bool:
 
 
 def _kill_worker(controls: Controls, drawn: random.Random, load: Load) -> None:
-    node = drawn.choice(("prefill-0", "prefill-1", "decode-0", "decode-1"))
+    node = drawn.choice(NODES)
     if _workers_back(controls, load):
         pid = controls.kill(node, "ray::FaultyWorker")
         until(lambda: gone(pid), f"the worker on {node} is dead")
+
+
+def _kill_raylet(controls: Controls, drawn: random.Random, load: Load) -> None:
+    """With its raylet, a node loses its object store and its worker; the node is started again."""
+    node = drawn.choice(NODES)
+    if _workers_back(controls, load):
+        pid = controls.kill(node, "/raylet")
+        until(lambda: gone(pid), f"the raylet of {node} is dead")
 
 
 def _kill_at_a_stage(controls: Controls, drawn: random.Random, load: Load) -> None:
@@ -271,6 +280,7 @@ _FAULTS: dict[str, Callable[[Controls, random.Random, Load], None]] = {
     "lost": _suffer(("lost",)),
     "stalled": _suffer(("stalled",)),
     "gateway": _kill_gateway,
+    "raylet": _kill_raylet,
 }
 """By kind: a worker is killed, at any moment or at a stage of a transfer; KV is damaged, lost or stalled; a
-gateway is killed."""
+gateway is killed; a node's raylet is."""

@@ -27,7 +27,7 @@ def chaos(
         Path | None, typer.Option(help="Write what came of every request there, a JSON line each.")
     ] = None,
 ) -> None:
-    """Kill workers and gateways, damage and stall KV, at random, while requests run on the fake engine.
+    """Kill workers, gateways and nodes, damage and stall KV, at random, under load on the fake engine.
 
     Clients abort, read slowly, and ask again when their connection breaks. Then every answer is compared
     with what the fake engine answers when nothing goes wrong. Exit code 1 if one is missing or differs.

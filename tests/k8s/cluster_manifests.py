@@ -39,7 +39,10 @@ def write(content: Mapping[str, Any], lab: Lab, folder: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     own = {"op": "replace", "path": "containers/0/imagePullPolicy", "value": "IfNotPresent"}
-    service = _patches(folder / "base" / "rayservice.yaml", "/spec/rayClusterConfig", lab, [own])
+    rayservice = folder / "base" / "rayservice.yaml"
+    service = _patches(rayservice, "/spec/rayClusterConfig", lab, [own])
+    if "autoscalerOptions" in yaml.safe_load(rayservice.read_text())["spec"]["rayClusterConfig"]:
+        service += _quick_autoscaler("/spec/rayClusterConfig/autoscalerOptions", lab)
     _overlay(folder, "test", "../kind", "RayService", service)
     small = {"cpu": "100m", "memory": "256Mi"}
     requests = {"op": "replace", "path": "containers/0/resources/requests", "value": small}

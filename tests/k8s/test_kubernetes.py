@@ -53,6 +53,14 @@ def small(lab: Lab, **changes: Any) -> dict[str, Any]:
     return smaller
 
 
+def growing(lab: Lab, **changes: Any) -> dict[str, Any]:
+    """vLLM's engines; a third node comes with the load, one has more memory and both roles."""
+    edited = small(lab, engine={**VLLM, "kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 4}, **changes)
+    edited["nodes"]["prefill"] |= {"memory": "3.5GiB", "role": "both"}
+    edited["nodes"]["decode"]["count"] = edited["workers"]["decode"]["most"] = 2
+    return edited
+
+
 def workers(lab: Lab) -> dict[str, dict[str, Any]]:
     return {worker["name"]: worker for worker in lab.http(f"{SERVICE}:serve", "/handoff/workers")}
 
@@ -168,7 +176,7 @@ def test_it_serves_and_pods_are_what_the_file_says(lab: Lab) -> None:
     pods = lab.pods()
     assert set(pods) == {"head", "prefill-0", "decode-0", "decode-1"}
     for name, pod in pods.items():
-        (container,) = pod["spec"]["containers"]
+        (container,) = pod["spec"]["containers"]  # no autoscaler where nothing can grow
         assert pod["spec"]["serviceAccountName"] == NAME
         assert container["resources"]["limits"]["memory"] == ("4736Mi" if name == "head" else "3684Mi")
         identity, shm = lab.kubectl(
@@ -201,13 +209,11 @@ def test_a_lost_pod_and_new_gateways_cost_no_request(lab: Lab, applied: Path) ->
 
 
 def test_what_workers_are_made_from_makes_a_new_cluster_and_nothing_is_lost(lab: Lab, applied: Path) -> None:
-    """From fake engines to vLLM's, from three nodes to two; one has more memory, and both roles."""
+    """From fake engines to vLLM's, from three nodes to two."""
     cluster = active(lab)
-    edited = small(lab, engine={**VLLM, "kv_cache_memory_bytes": 1 << 30})
-    edited["nodes"]["prefill"] |= {"memory": "3.5GiB", "role": "both"}
     with asking(lab) as load:
         load.wait(3, 30)
-        lab.kubectl("apply", "-k", write(edited, lab, applied) / "test")
+        lab.kubectl("apply", "-k", write(growing(lab), lab, applied) / "test")
         until(lambda: active(lab) != cluster, "the new cluster serves", READY_WITHIN_S)
         until(lambda: set(workers(lab)) == {"prefill-worker-0", "decode-worker-0"}, "requests go there", 60)
         load.wait(5, 60, "always")
@@ -219,6 +225,22 @@ def test_what_workers_are_made_from_makes_a_new_cluster_and_nothing_is_lost(lab:
     more = pods["prefill-0"]
     assert more["spec"]["containers"][0]["resources"]["limits"]["memory"] == "4196Mi"
     assert more["metadata"]["labels"]["handoff.role"] == "both"
+
+
+def test_a_worker_comes_with_the_load_in_a_pod_of_its_own(lab: Lab, applied: Path) -> None:
+    """Ray's autoscaler has its pod made, and gives it back when the worker has left."""
+    cluster = active(lab)
+    eager = {"occupied": 0.05, "smooth_s": 1, "idle_s": 3}  # share of a worker's slots
+    lab.kubectl("apply", "-k", write(growing(lab, roles=eager), lab, applied) / "test")
+    with asking(lab) as load, asking(lab) as beside:
+        until(lambda: "decode-worker-1" in workers(lab), "a decode worker is added", BACK_WITHIN_S)
+        assert workers(lab)["decode-worker-1"]["node"] == "decode-1"
+        assert lab.pods()["decode-1"]["metadata"]["labels"]["handoff.role"] == "decode"
+        beside.wait(3, 60, ">decode-worker-1")
+        assert load.lost() == beside.lost() == []
+    until(lambda: "decode-worker-1" not in workers(lab), "it is given up", 60)
+    until(lambda: set(lab.pods()) == {"head", "prefill-0", "decode-0"}, "its pod is gone", GONE_WITHIN_S)
+    assert active(lab) == cluster
 
 
 def test_experiments_run_on_nodes_that_come_and_go(lab: Lab, applied: Path, tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_gateways_are_replaced(sound: Controls) -> None:
 
 def test_faults_at_random(sound: Controls, model: Path) -> None:
     """The short run of `make chaos`; clients abort and read slowly, too."""
-    kinds = ("damage", "lost", "gateway", "worker", "stage")
+    kinds = ("damage", "lost", "gateway", "worker", "stage", "raylet")
     parameters = Parameters(str(model), seed=11, requests=700, at_once=16, pause_s=2.0, kinds=kinds)
     report = strike(sound, parameters, print)
     print(
