@@ -132,7 +132,8 @@ def _view(cluster: LocalCluster, connected: bool) -> Group:
             table.add_row(worker.name, worker.role, worker.node, _styled(worker.state), *figures)
             for peer, rungs in worker.ways().items():
                 ways.add_row(worker.name, peer, _ways(rungs, worker.mapped(peer)))
-        tables += [table, ways, *(f"{name}: {line}" for name, line in waits().items())]
+        lines = (line if name in line else f"{name}: {line}" for name, line in waits().items())
+        tables += [table, ways, *lines]
     return Group(*tables)
 
 
