@@ -16,6 +16,7 @@ from cluster import api_keys
 from cluster.file import ClusterFile
 from cluster.names import GATEWAY
 from deployments import roles
+from deployments.drain import end_gateways
 from deployments.errors import StartError
 from deployments.options import server_arguments
 from deployments.place import PlacedWorker, Progress, running_workers, start_workers, stop_workers
@@ -96,7 +97,9 @@ def update(file: ClusterFile, progress: Progress) -> None:
 def _stop(file: ClusterFile, workers: Sequence[PlacedWorker]) -> None:
     """Gateways may finish what they are answering for a while; without workers, that ends."""
     roles.end()
-    ending = threading.Thread(target=_shutdown, name="serve.shutdown", daemon=True)
+    ending = threading.Thread(
+        target=end_gateways, args=(GRACEFUL_S + ENDED_WITHIN_S,), name="serve.shutdown", daemon=True
+    )
     ending.start()
     ending.join(GRACEFUL_S)
     stop_workers([worker.handle for worker in workers])
@@ -106,11 +109,6 @@ def _stop(file: ClusterFile, workers: Sequence[PlacedWorker]) -> None:
                 stop_workers([ray.get_actor(name, namespace=NAMESPACE)])
         request_resources(bundles=[])  # the autoscaler gives their nodes back
     ending.join(ENDED_WITHIN_S)
-
-
-def _shutdown() -> None:
-    with contextlib.suppress(Exception):
-        serve.shutdown()
 
 
 def _check_gateway(file: ClusterFile) -> None:

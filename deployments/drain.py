@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 import ray
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from actors.messages import Role
 from actors.overview import overview
@@ -34,7 +35,7 @@ def drain(roles: Mapping[str, Role], progress: Callable[[str], None], within_s: 
         return
     balancer.end()
     progress("no new requests; those that are being answered come to their end")
-    ending = threading.Thread(target=_shutdown, args=(within_s,), name="serve.shutdown", daemon=True)
+    ending = threading.Thread(target=end_gateways, args=(within_s,), name="serve.shutdown", daemon=True)
     ending.start()
     waited = 0.0
     while ending.is_alive() and waited < within_s:
@@ -58,9 +59,9 @@ def _answering(roles: Mapping[str, Role]) -> int:
     )
 
 
-def _shutdown(within_s: float) -> None:
-    from ray.serve.context import _get_global_client
-
-    with contextlib.suppress(Exception):
-        if (client := _get_global_client(raise_if_no_controller_running=False)) is not None:
-            client.shutdown(timeout_s=within_s)  # serve.shutdown has no time to give
+def end_gateways(within_s: float) -> None:
+    """Stop Serve, and with it the gateways, which answer what they have taken for so long at most."""
+    with contextlib.suppress(Exception):  # it does not run, or is late
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        # As serve.shutdown does, but not tried again: it ends by killing itself, which Ray would tell of.
+        ray.get(controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=within_s)
