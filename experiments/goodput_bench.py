@@ -1,10 +1,12 @@
 """Goodput: requests a second that meet their objectives, under open-loop load, by router mode and mix.
 
 The systems differ in the router alone, and run on equal workers: ``adaptive`` (with the objectives, so it
-refuses what it cannot serve in time), ``always``, ``never`` and ``replicas`` (plain replicas that are
-taken in turn). Two engines: ``fake`` (`handoff serve --engine fake`: everything but the model is real) and
-``simulated`` (``experiments/simulate.py``: the router itself on a model of the workers, exact and
-repeatable). Neither says what a real model reaches; they say what the router makes of its workers.
+refuses what it cannot serve in time), ``always``, ``never``, ``replicas`` (plain replicas that are
+taken in turn) and ``threshold N`` (prompts of more than N tokens are divided, others are not: what other
+routers have users set; theirs run what is not divided on decode workers alone). Two engines: ``fake``
+(`handoff serve --engine fake`: everything but the model is real) and ``simulated``
+(``experiments/simulate.py``: the router itself on a model of the workers, exact and repeatable). Neither
+says what a real model reaches; they say what the router makes of its workers.
 
 Every round is another load. All systems get it, one after the other, in an order that changes from round to
 round; ``adaptive`` gets it twice, and what that differs by is what the others' differences are held against.
@@ -19,7 +21,7 @@ import secrets
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +41,6 @@ from experiments.simulate import PLANT, simulate
 from experiments.workload import MIXES, Arrival, Served, arrivals, read_trace, scaled, synthetic_trace
 
 KIND: Final = "bench-goodput"
-SYSTEMS: Final = POLICIES
 AGAIN: Final = "adaptive again"
 """The same system a second time: what two runs of one system differ by."""
 TRACE: Final = "trace"
@@ -75,6 +76,8 @@ class Parameters:
         trace: a file in the Mooncake format; None: a synthetic one.
         shorter: the trace's lengths are divided by this.
         mixes: which.
+        thresholds: prompt tokens beyond which a static router divides, a system each. 1000 is what Dynamo's
+            conditional disaggregation had by default (``max_local_prefill_length``).
         overload: whether `adaptive` is offered more than it can serve as well.
         seed: of everything drawn.
 
@@ -90,12 +93,34 @@ class Parameters:
     trace: str | None = None
     shorter: float = 6.0
     mixes: tuple[str, ...] = (*MIXES, TRACE)
+    thresholds: tuple[int, ...] = (1000,)
     overload: bool = True
     seed: int = 1
 
 
 CHOICES: Final = ("engines", "mixes", "overload")
 """Parameters that choose what is measured, not how: a run may be continued with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What routes: a mode of the router, or a threshold by which one of two is taken."""
+
+    name: str
+    mode: Policy = "adaptive"
+    threshold: int | None = None
+
+    def policy(self, arrival: Arrival) -> Policy:
+        """Return how a request is routed."""
+        if self.threshold is None:
+            return self.mode
+        return "always" if arrival.prompt > self.threshold else "never"
+
+
+def systems(parameters: Parameters) -> list[System]:
+    """Return what is compared; ``adaptive`` comes first."""
+    modes = [System(mode, mode) for mode in POLICIES]
+    return modes + [System(f"threshold {tokens}", threshold=tokens) for tokens in parameters.thresholds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,23 +225,24 @@ def _cases(parameters: Parameters, engine: str) -> list[Case]:
     return found
 
 
-Serve = Callable[[Sequence[Arrival], Policy], list[Served]]
+Serve = Callable[[Sequence[Arrival], System], list[Served]]
 """Offers a load to a system, and waits for all of its answers."""
 
 
 def _rounds(parameters: Parameters, case: Case, serve: Serve, progress: Progress) -> dict[str, _Seen]:
     """Offer each round's load to all systems, in an order that changes from round to round."""
     trace = _trace(parameters)
-    names = [SYSTEMS[0]] if case.overload else [*SYSTEMS, AGAIN]
+    compared = systems(parameters)
+    compared = compared[:1] if case.overload else [*compared, System(AGAIN)]
     found: dict[str, _Seen] = defaultdict(lambda: _Seen([], []))
     for turn in range(parameters.rounds):
         slower = parameters.slower if case.engine == "fake" else 1.0
         load = _load(parameters, trace, case.mix, slower / case.times, parameters.seed + turn)
-        for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
-            system: Policy = "adaptive" if name == AGAIN else name
+        first = turn % len(compared)
+        for system in (*compared[first:], *compared[:first]):
             before = psutil.cpu_times()
             served = serve(load, system)
-            seen = found[name]
+            name, seen = system.name, found[system.name]
             seen.parts.append(served)
             seen.busy.append(_busy(before, psutil.cpu_times()))
             row = _row(parameters, case, name, _Seen([served], seen.busy[-1:]), 1)
@@ -225,7 +251,7 @@ def _rounds(parameters: Parameters, case: Case, serve: Serve, progress: Progress
                 f"{case.engine} {case.mix} x{case.times:g}, round {turn + 1} of {parameters.rounds}, {name}: "
                 + ", ".join(f"{key} {row[key]}" for key in keys)
             )
-    return {name: found[name] for name in names}
+    return {system.name: found[system.name] for system in compared}
 
 
 def _busy(before: Any, after: Any) -> float:
@@ -330,9 +356,9 @@ def _sample(case: Case, system: str, parameters: Parameters, seen: _Seen) -> dic
 def _simulated(parameters: Parameters, progress: Progress) -> Iterator[Serve]:
     objectives = Slo(*_objectives(parameters, "simulated"))
 
-    def serve(load: Sequence[Arrival], system: Policy) -> list[Served]:
-        adaptive = system == "adaptive"
-        return simulate(load, system, slo=objectives if adaptive else Slo(), admit=adaptive)
+    def serve(load: Sequence[Arrival], system: System) -> list[Served]:
+        adaptive = system.threshold is None and system.mode == "adaptive"
+        return simulate(load, system.policy, slo=objectives if adaptive else Slo(), admit=adaptive)
 
     yield serve
 
@@ -351,17 +377,20 @@ def _fake(parameters: Parameters, progress: Progress) -> Iterator[Serve]:
     with child("goodput", argv, {}, {"cluster.yaml": json.dumps(data)}) as server:
         _wait_ready(server, url, progress)
 
-        def serve(load: Sequence[Arrival], system: Policy) -> list[Served]:
-            headers: dict[str, str] = {"X-Handoff-Router": system}
-            if system == "adaptive":
-                headers["X-Handoff-Class"] = "bench"
+        def serve(load: Sequence[Arrival], system: System) -> list[Served]:
+            def routed(arrival: Arrival) -> Mapping[str, str]:
+                mode = system.policy(arrival)
+                return {"X-Handoff-Router": mode} | (
+                    {"X-Handoff-Class": "bench"} if mode == "adaptive" else {}
+                )
+
             salt = secrets.token_hex(8)  # nothing is cached of what another system was asked
-            target = Target(url, "m", headers, {"cache_salt": salt})
-            served = asyncio.run(offer(target, load, ANSWERED_WITHIN_S))
+            target = Target(url, "m", body={"cache_salt": salt})
+            served = asyncio.run(offer(target, load, ANSWERED_WITHIN_S, own=routed))
             server.check()
             return served
 
-        serve(arrivals(MIXES["balanced"], 2.0, 6.0, parameters.seed + 99), "adaptive")
+        serve(arrivals(MIXES["balanced"], 2.0, 6.0, parameters.seed + 99), System("adaptive"))
         yield serve
 
 

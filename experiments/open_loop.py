@@ -69,6 +69,7 @@ async def offer(
     load: Sequence[Arrival],
     answered_within_s: float,
     tell: Callable[[Served], None] = lambda served: None,
+    own: Callable[[Arrival], Mapping[str, str]] = lambda arrival: {},
 ) -> list[Served]:
     """Send a load, and return what became of each request, in the order of ``load``.
 
@@ -77,6 +78,7 @@ async def offer(
         load: by time of arrival.
         answered_within_s: after this, counted from when it was due, a request is given up and is an error.
         tell: called as each request ends.
+        own: headers of a request, beside those that all have.
 
     """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_OPEN_S)
@@ -97,7 +99,7 @@ async def offer(
             late = max(0.0, time.monotonic() - due)
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + answered_within_s - late):
-                    served = await _ask(session, target, arrival, body, due, late)
+                    served = await _ask(session, target, arrival, body, due, late, own(arrival))
             except TimeoutError:
                 served = _failed(arrival, late, f"no whole answer within {answered_within_s:g} s")
             except (aiohttp.ClientError, OSError, EOFError, ValueError) as error:
@@ -131,10 +133,16 @@ def _body(target: Target, arrival: Arrival) -> bytes:
 
 
 async def _ask(
-    session: aiohttp.ClientSession, target: Target, arrival: Arrival, body: bytes, due: float, late: float
+    session: aiohttp.ClientSession,
+    target: Target,
+    arrival: Arrival,
+    body: bytes,
+    due: float,
+    late: float,
+    own: Mapping[str, str],
 ) -> Served:
     """Make one streamed request, and time its tokens from when it was due."""
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **own}
     async with session.post(f"{target.url}/v1/completions", data=body, headers=headers) as answer:
         if answer.status != 200:
             said = (await answer.read()).decode(errors="replace")[:SAID]

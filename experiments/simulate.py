@@ -167,15 +167,19 @@ class _Worker:
         self._go(now)
 
 
+Choice = Policy | Callable[[Arrival], Policy]
+"""A mode of the router, or one for each request."""
+
+
 def simulate(
-    arrivals: Sequence[Arrival], policy: Policy, plant: Plant = PLANT, slo: Slo = NO_SLO, admit: bool = False
+    arrivals: Sequence[Arrival], policy: Choice, plant: Plant = PLANT, slo: Slo = NO_SLO, admit: bool = False
 ) -> list[Served]:
     """Serve a load, open loop, and return what became of each request, in the order of arrival."""
     return simulated(arrivals, policy, plant, slo, admit)[0]
 
 
 def simulated(
-    arrivals: Sequence[Arrival], policy: Policy, plant: Plant = PLANT, slo: Slo = NO_SLO, admit: bool = False
+    arrivals: Sequence[Arrival], policy: Choice, plant: Plant = PLANT, slo: Slo = NO_SLO, admit: bool = False
 ) -> tuple[list[Served], Busy]:
     """Serve a load as ``simulate`` does, and return what the workers computed for it as well."""
     events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -204,7 +208,8 @@ def simulated(
     def arrive(number: int, arrival: Arrival, now: float) -> None:
         tokens = prompt_of(arrival)
         ask = Ask(arrival.prompt, arrival.output, Mode.FIRST_TOKEN, slo=slo)
-        plan = planner.decide(ask, tokens, policy=policy)
+        mode = policy(arrival) if callable(policy) else policy
+        plan = planner.decide(ask, tokens, policy=mode)
         where = plan.route
         if admit and not where.meets:
             served[number] = Served(arrival, None, None, where.cause, refused=True)

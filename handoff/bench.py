@@ -118,6 +118,12 @@ def goodput(
         typer.Option(help="A trace in the Mooncake format; default: synthetic.", exists=True, dir_okay=False),
     ] = None,
     shorter: Annotated[float, typer.Option(min=1, help="Divides the trace's lengths.")] = 6,
+    threshold: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Also route by dividing longer prompts; may be given several times; default: 1000."
+        ),
+    ] = None,
     overload: Annotated[bool, typer.Option(help="Offer adaptive 1.5 and 3 times as much as well.")] = True,
     seed: Annotated[int, typer.Option(help="Of the loads.")] = 1,
     resume: Annotated[
@@ -149,6 +155,8 @@ def goodput(
         parameters = replace(parameters, engines=tuple(engine))
     if mix:
         parameters = replace(parameters, mixes=tuple(mix))
+    if threshold:
+        parameters = replace(parameters, thresholds=tuple(threshold))
     if "fake" in parameters.engines:
         from experiments.local_pair import local_model
 

@@ -10,13 +10,13 @@ import pytest
 from experiments.goodput import good_by_block, interval
 from experiments.goodput_bench import (
     AGAIN,
-    SYSTEMS,
     TRACE,
     GoodputError,
     Parameters,
     begin,
     measure,
     ratios,
+    systems,
 )
 from experiments.results import Run
 from experiments.workload import (
@@ -95,8 +95,9 @@ def test_a_run_has_a_row_for_every_system_and_mix() -> None:
     run = measure(SHORT, lambda line: None, keep=kept.append)
     rows = run.results["rows"]
     assert [(row["mix"], row["system"]) for row in rows] == [
-        (mix, system) for mix in ("balanced", TRACE) for system in SYSTEMS
+        (mix, system.name) for mix in ("balanced", TRACE) for system in systems(SHORT)
     ]
+    assert {"adaptive", "always", "never", "replicas", "threshold 1000"} == {row["system"] for row in rows}
     for row in rows:
         low, high = row["goodput_ci95"]
         assert 0 <= low <= row["goodput_rps"] <= high <= row["offered_rps"] * 2
@@ -113,8 +114,17 @@ def test_a_run_has_a_row_for_every_system_and_mix() -> None:
     for row in overload:
         peak = max(other["goodput_rps"] for other in (rows[0], *overload))
         assert row["of_peak"] == pytest.approx(row["goodput_rps"] / peak, abs=1e-3)
-    assert [len(run.results["rows"]) for run in kept] == [4, 8, 8, 8]
+    assert [len(run.results["rows"]) for run in kept] == [5, 10, 10, 10]
     json.dumps(run.as_json())
+
+
+def test_a_threshold_divides_what_is_longer() -> None:
+    run = measure(replace(SHORT, overload=False, thresholds=(700, 10_000)), lambda line: None)
+    rows = {(row["mix"], row["system"]): row for row in run.results["rows"]}
+    some, none = (rows["balanced", f"threshold {tokens}"]["decisions"] for tokens in (700, 10_000))
+    assert set(none) == set(rows["balanced", "never"]["decisions"]) == {"never"}
+    assert set(some) == {"always", "never"}
+    assert some["never"] < none["never"]
 
 
 def test_a_run_is_continued_where_it_was_interrupted() -> None:
