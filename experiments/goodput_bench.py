@@ -14,30 +14,32 @@ round; ``adaptive`` gets it twice, and what that differs by is what the others' 
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
 import random
-import secrets
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import psutil
 
-from cluster.network import free_ports
-from deployments.router import POLICIES, Policy
+from deployments.router import POLICIES
 from deployments.snapshot import Slo
 from experiments import goodput
-from experiments.children import Child, child
-from experiments.open_loop import Target, offer
+from experiments.goodput_systems import (
+    GoodputError,
+    Progress,
+    Serve,
+    System,
+    cluster_file,
+    fake,
+    simulated,
+)
 from experiments.results import Run
-from experiments.simulate import PLANT, simulate
+from experiments.simulate import PLANT
 from experiments.workload import MIXES, Arrival, Served, arrivals, read_trace, scaled, synthetic_trace
 
 KIND: Final = "bench-goodput"
@@ -50,14 +52,6 @@ OVERLOADED: Final = "balanced"
 OVERLOADS: Final = (1.5, 3.0)
 """Times that mix's rate."""
 MOST_PROMPT: Final = 3000
-STARTED_WITHIN_S: Final = 240.0
-ANSWERED_WITHIN_S: Final = 90.0
-
-Progress = Callable[[str], None]
-
-
-class GoodputError(RuntimeError):
-    """The benchmark could not be run; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +94,6 @@ class Parameters:
 
 CHOICES: Final = ("engines", "mixes", "overload")
 """Parameters that choose what is measured, not how: a run may be continued with others."""
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """What routes: a mode of the router, or a threshold by which one of two is taken."""
-
-    name: str
-    mode: Policy = "adaptive"
-    threshold: int | None = None
-
-    def policy(self, arrival: Arrival) -> Policy:
-        """Return how a request is routed."""
-        if self.threshold is None:
-            return self.mode
-        return "always" if arrival.prompt > self.threshold else "never"
 
 
 def systems(parameters: Parameters) -> list[System]:
@@ -170,7 +149,7 @@ def measure(
         wanted = [case for case in _cases(parameters, engine) if case not in have]
         if not wanted:
             continue
-        with _ENGINES[engine](parameters, progress) as serve:
+        with _served(parameters, engine, progress) as serve:
             for case in wanted:
                 found = _rounds(parameters, case, serve, progress)
                 told = {name: _row(parameters, case, name, seen) for name, seen in found.items()}
@@ -223,10 +202,6 @@ def _cases(parameters: Parameters, engine: str) -> list[Case]:
     if parameters.overload and OVERLOADED in parameters.mixes:
         found += [Case(engine, OVERLOADED, times) for times in OVERLOADS]
     return found
-
-
-Serve = Callable[[Sequence[Arrival], System], list[Served]]
-"""Offers a load to a system, and waits for all of its answers."""
 
 
 def _rounds(parameters: Parameters, case: Case, serve: Serve, progress: Progress) -> dict[str, _Seen]:
@@ -349,106 +324,14 @@ def _sample(case: Case, system: str, parameters: Parameters, seen: _Seen) -> dic
     return {**head, "requests": goodput.sample(_whole(parameters, seen))}
 
 
-# --- simulated
-
-
-@contextmanager
-def _simulated(parameters: Parameters, progress: Progress) -> Iterator[Serve]:
-    objectives = Slo(*_objectives(parameters, "simulated"))
-
-    def serve(load: Sequence[Arrival], system: System) -> list[Served]:
-        adaptive = system.threshold is None and system.mode == "adaptive"
-        return simulate(load, system.policy, slo=objectives if adaptive else Slo(), admit=adaptive)
-
-    yield serve
-
-
-# --- the fake engine, served
-
-
-@contextmanager
-def _fake(parameters: Parameters, progress: Progress) -> Iterator[Serve]:
-    """One bring-up for all systems: a header says how each request is routed."""
+def _served(
+    parameters: Parameters, engine: str, progress: Progress
+) -> contextlib.AbstractContextManager[Serve]:
+    """Bring the workers up, once for all systems."""
+    ttft_s, tpot_s = _objectives(parameters, engine)
+    if engine == "simulated":
+        return simulated(Slo(ttft_s, tpot_s))
     if parameters.model is None:
         raise GoodputError("the fake engine needs a model folder for its tokenizer")
-    data = cluster_file(parameters)
-    url = f"http://127.0.0.1:{data['gateway']['port']}"
-    argv = ["-m", "handoff", "serve", "{folder}/cluster.yaml"]
-    with child("goodput", argv, {}, {"cluster.yaml": json.dumps(data)}) as server:
-        _wait_ready(server, url, progress)
-
-        def serve(load: Sequence[Arrival], system: System) -> list[Served]:
-            def routed(arrival: Arrival) -> Mapping[str, str]:
-                mode = system.policy(arrival)
-                return {"X-Handoff-Router": mode} | (
-                    {"X-Handoff-Class": "bench"} if mode == "adaptive" else {}
-                )
-
-            salt = secrets.token_hex(8)  # nothing is cached of what another system was asked
-            target = Target(url, "m", body={"cache_salt": salt})
-            served = asyncio.run(offer(target, load, ANSWERED_WITHIN_S, own=routed))
-            server.check()
-            return served
-
-        serve(arrivals(MIXES["balanced"], 2.0, 6.0, parameters.seed + 99), System("adaptive"))
-        yield serve
-
-
-def cluster_file(parameters: Parameters) -> dict[str, Any]:
-    """Return the cluster file: the simulated workers, slowed down; the class `bench` has objectives."""
-    plant, slower = PLANT, parameters.slower
-    data: dict[str, Any] = {
-        "name": f"goodput-{free_ports(1)[0]}",
-        "model": parameters.model,
-        "served_model_name": "m",
-        "engine": {
-            "max_model_len": 4096,
-            "max_num_batched_tokens": plant.chunk,
-            "max_num_seqs": plant.slots,
-            "block_size": plant.block,
-            "fake": {
-                "kv_bytes_per_token": plant.kv_bytes,
-                "kv_blocks": plant.kv_blocks,
-                "prefill_tokens_s": 1 / (plant.step.token * slower),
-                "step_ms": plant.step.base * 1e3 * slower,
-                "step_ms_per_sequence": plant.step.sequence * 1e3 * slower,
-            },
-        },
-        "slo": {
-            "classes": {
-                "bench": {"ttft_ms": parameters.ttft_ms * slower, "tpot_ms": parameters.tpot_ms * slower}
-            }
-        },
-        "gateway": {"port": free_ports(1)[0]},
-        "nodes": {
-            "all": {
-                "role": "both",
-                "slots": max(plant.prefills, plant.decodes),
-                "cpus": plant.prefills + plant.decodes,
-                "object_store": "256MiB",
-            }
-        },
-        "workers": {"prefill": {"count": plant.prefills}, "decode": {"count": plant.decodes}},
-        "roles": {"change": False},  # as simulated, and the same for each mode
-    }
-    return data
-
-
-def _wait_ready(server: Child, url: str, progress: Progress) -> None:
-    began = time.monotonic()
-    while True:
-        server.check()
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                progress(f"{server.name} serves after {time.monotonic() - began:.0f} s")
-                return
-        except httpx.TransportError:
-            pass
-        if time.monotonic() - began > STARTED_WITHIN_S:
-            raise GoodputError(
-                f"{server.name} does not serve after {STARTED_WITHIN_S:.0f} s:\n{server.tail()}"
-            )
-        time.sleep(0.2)
-
-
-_ENGINES: Final[dict[str, Callable[..., Any]]] = {"simulated": _simulated, "fake": _fake}
+    file = cluster_file(parameters.model, parameters.slower, ttft_s, tpot_s)
+    return fake(file, parameters.seed, progress)

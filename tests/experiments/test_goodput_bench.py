@@ -11,13 +11,13 @@ from experiments.goodput import good_by_block, interval
 from experiments.goodput_bench import (
     AGAIN,
     TRACE,
-    GoodputError,
     Parameters,
     begin,
     measure,
     ratios,
     systems,
 )
+from experiments.goodput_systems import GoodputError
 from experiments.results import Run
 from experiments.workload import (
     MIXES,
