@@ -47,7 +47,7 @@ bench-serve: setup ## Time to first token and per token, against plain vLLM, int
 bench-kv: setup ## KV from cache to cache over every transport, against the link: results/bench-kv.json (root: cross-node too)
 	$(BIN)/handoff bench kv $(ARGS)
 
-bench-goodput: setup ## Router modes under open-loop load, fake engines, 20 minutes: results/bench-goodput.json (ARGS=--resume)
+bench-goodput: setup ## Router modes under open-loop load, fake engines, 25 minutes: results/bench-goodput.json (ARGS=--resume)
 	$(BIN)/handoff bench goodput $(ARGS)
 
 bench-gateway: setup ## CPU time and latency of the gateway and the router, beside vLLM's own server: results/bench-gateway.json
