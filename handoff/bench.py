@@ -217,23 +217,15 @@ def _show_gateway(results: Any) -> None:
 
 
 def _show_goodput(results: Any) -> None:
-    columns = (
-        "mix",
-        "engine",
-        "system",
-        "goodput/s",
-        "TTFT p50",
-        "p99 ms",
-        "TPOT p50",
-        "p99 ms",
-        "refused",
-    )
-    table = console.figures("Requests a second that meet their objectives", *columns)
-    for row in sorted(results["rows"], key=lambda row: (row["engine"], row["mix"])):
-        times = [row[f"{what}_ms_{share}"] for what in ("ttft", "tpot") for share in ("p50", "p99")]
-        figures = [f"{row['goodput_rps']:.2f}", *("" if ms is None else f"{ms:.0f}" for ms in times)]
-        table.add_row(row["mix"], row["engine"], row["system"], *figures, str(row["refused"]))
-    console.out.print(table)
+    columns = ("mix", "system", "goodput/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "refused")
+    for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
+        table = console.figures(f"Requests a second in time, {engine} engines", *columns)
+        for row in sorted(results["rows"], key=lambda row: row["mix"]):
+            if row["engine"] == engine:
+                times = [row[f"{what}_ms_{share}"] for what in ("ttft", "tpot") for share in ("p50", "p99")]
+                figures = [f"{row['goodput_rps']:.2f}", *("" if ms is None else f"{ms:.0f}" for ms in times)]
+                table.add_row(row["mix"], row["system"], *figures, str(row["refused"]))
+        console.out.print(table)
     for ratio in results["ratios"]:
         console.out.print(
             f"{ratio['engine']}, {ratio['mix']}: adaptive by the best of the others ({ratio['best']}) "
