@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import httpx
 import psutil
 
 from cluster.launch import MARKER
@@ -20,6 +22,7 @@ from cluster.processes import end, marked
 
 GRACE_S = 8.0
 """How long a child may take to end in order."""
+TELL_EVERY_S = 5.0
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None)  # loaded before any fork
 _PROJECT: Final = Path(__file__).resolve().parent.parent
@@ -56,6 +59,28 @@ class Child:
         """Raise ``ChildError`` if the child has ended with an error."""
         if self.process.poll() not in (None, 0):
             raise ChildError(f"{self.name} ended with exit code {self.process.returncode}:\n{self.tail()}")
+
+    def serves(
+        self, url: str, within_s: float, waiting: Callable[[float], None] = lambda waited: None
+    ) -> float:
+        """Wait until the HTTP server that it is answers ``/health``; return the seconds that took.
+
+        ``waiting`` is told every few seconds. Raises ``ChildError`` if it ends, or takes longer than
+        ``within_s``.
+        """
+        began = told = time.monotonic()
+        while True:
+            self.check()
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                    return time.monotonic() - began
+            waited = time.monotonic() - began
+            if waited > within_s:
+                raise ChildError(f"{self.name} does not serve after {waited:.0f} s:\n{self.tail()}")
+            if time.monotonic() - told > TELL_EVERY_S:
+                told = time.monotonic()
+                waiting(waited)
+            time.sleep(0.2)
 
     def tail(self, lines: int = 25) -> str:
         """Return the last lines it printed, indented."""

@@ -99,7 +99,7 @@ CHOICES: Final = ("engines", "mixes", "overload")
 def systems(parameters: Parameters) -> list[System]:
     """Return what is compared; ``adaptive`` comes first."""
     modes = [System(mode, mode) for mode in POLICIES]
-    return modes + [System(f"threshold {tokens}", threshold=tokens) for tokens in parameters.thresholds]
+    return modes + [System(f"threshold {tokens}", "always", tokens) for tokens in parameters.thresholds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def _rounds(parameters: Parameters, case: Case, serve: Serve, progress: Progress
     """Offer each round's load to all systems, in an order that changes from round to round."""
     trace = _trace(parameters)
     compared = systems(parameters)
-    compared = compared[:1] if case.overload else [*compared, System(AGAIN)]
+    compared = compared[:1] if case.overload else [*compared, System(AGAIN, "adaptive")]
     found: dict[str, _Seen] = defaultdict(lambda: _Seen([], []))
     for turn in range(parameters.rounds):
         slower = parameters.slower if case.engine == "fake" else 1.0

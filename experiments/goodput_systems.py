@@ -8,18 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-import httpx
-
 from cluster.network import free_ports
 from deployments.router import Policy
 from deployments.snapshot import Slo
-from experiments.children import Child, child
+from experiments.children import child
 from experiments.open_loop import Target, offer
 from experiments.simulate import PLANT, simulate
 from experiments.workload import MIXES, Arrival, Served, arrivals
@@ -38,17 +35,15 @@ class GoodputError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What routes: a mode of the router, or a threshold by which one of two is taken."""
+    """What routes: a mode of the router; prompts that are no longer than a threshold are not divided."""
 
     name: str
-    mode: Policy = "adaptive"
-    threshold: int | None = None
+    mode: Policy
+    threshold: int = 0
 
     def policy(self, arrival: Arrival) -> Policy:
         """Return how a request is routed."""
-        if self.threshold is None:
-            return self.mode
-        return "always" if arrival.prompt > self.threshold else "never"
+        return self.mode if arrival.prompt > self.threshold else "never"
 
 
 Serve = Callable[[Sequence[Arrival], System], list[Served]]
@@ -60,7 +55,7 @@ def simulated(objectives: Slo) -> Iterator[Serve]:
     """Offer loads to a model of the workers; only ``adaptive`` is told the objectives."""
 
     def serve(load: Sequence[Arrival], system: System) -> list[Served]:
-        adaptive = system.threshold is None and system.mode == "adaptive"
+        adaptive = system.mode == "adaptive"
         return simulate(load, system.policy, slo=objectives if adaptive else Slo(), admit=adaptive)
 
     yield serve
@@ -79,7 +74,7 @@ def fake(file: Mapping[str, Any], seed: int, progress: Progress) -> Iterator[Ser
     url = f"http://127.0.0.1:{file['gateway']['port']}"
     argv = ["-m", "handoff", "serve", "{folder}/cluster.yaml"]
     with child("goodput", argv, {}, {"cluster.yaml": json.dumps(file)}) as server:
-        _wait_ready(server, url, progress)
+        progress(f"{server.name} serves after {server.serves(url, STARTED_WITHIN_S):.0f} s")
 
         def serve(load: Sequence[Arrival], system: System) -> list[Served]:
             def routed(arrival: Arrival) -> Mapping[str, str]:
@@ -92,7 +87,7 @@ def fake(file: Mapping[str, Any], seed: int, progress: Progress) -> Iterator[Ser
             server.check()
             return served
 
-        serve(arrivals(MIXES["balanced"], 2.0, 6.0, seed), System("adaptive"))
+        serve(arrivals(MIXES["balanced"], 2.0, 6.0, seed), System("adaptive", "adaptive"))
         yield serve
 
 
@@ -129,20 +124,3 @@ def cluster_file(model: str, slower: float, ttft_s: float, tpot_s: float) -> dic
         "workers": {"prefill": {"count": plant.prefills}, "decode": {"count": plant.decodes}},
         "roles": {"change": False},  # as simulated, and the same for each mode
     }
-
-
-def _wait_ready(server: Child, url: str, progress: Progress) -> None:
-    began = time.monotonic()
-    while True:
-        server.check()
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                progress(f"{server.name} serves after {time.monotonic() - began:.0f} s")
-                return
-        except httpx.TransportError:
-            pass
-        if time.monotonic() - began > STARTED_WITHIN_S:
-            raise GoodputError(
-                f"{server.name} does not serve after {STARTED_WITHIN_S:.0f} s:\n{server.tail()}"
-            )
-        time.sleep(0.2)

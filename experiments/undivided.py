@@ -3,7 +3,6 @@
 import contextlib
 import json
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +10,13 @@ from typing import Any
 import psutil
 
 from cluster.network import free_ports
-from experiments.children import Child, ChildError, child
+from experiments.children import TELL_EVERY_S, Child, ChildError, child
 
 Progress = Callable[[str], None]
 
 SERVED_NAME = "undivided"
 STARTED_WITHIN_S = 600.0
 ANSWERED_WITHIN_S = 900.0
-_TELL_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ def answers(
             waited = time.monotonic() - began
             if waited > ANSWERED_WITHIN_S:
                 raise ChildError(f"the reference engine took more than {waited:.0f} s:\n{running.tail()}")
-            if time.monotonic() - told > _TELL_EVERY_S:
+            if time.monotonic() - told > TELL_EVERY_S:
                 told = time.monotonic()
                 progress(f"waiting for the undivided engine ({waited:.0f} s)")
             time.sleep(0.1)
@@ -128,24 +126,9 @@ def wait_ready(server: Server, progress: Progress) -> None:
         ChildError: it ended while it started, with the end of its log, or took too long.
 
     """
-    began = told = time.monotonic()
-    while True:
-        server.child.check()
-        if _healthy(server.url):
-            progress(f"vLLM's own server is ready after {time.monotonic() - began:.0f} s")
-            return
-        waited = time.monotonic() - began
-        if waited > STARTED_WITHIN_S:
-            raise ChildError(f"vLLM's own server is not ready after {waited:.0f} s:\n{server.child.tail()}")
-        if time.monotonic() - told > _TELL_EVERY_S:
-            told = time.monotonic()
-            progress(f"waiting for vLLM's own server to load the model ({waited:.0f} s)")
-        time.sleep(0.2)
 
+    def waiting(waited: float) -> None:
+        progress(f"waiting for vLLM's own server to load the model ({waited:.0f} s)")
 
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2):
-            return True
-    except OSError:  # URLError is one
-        return False
+    took = server.child.serves(server.url, STARTED_WITHIN_S, waiting)
+    progress(f"vLLM's own server is ready after {took:.0f} s")

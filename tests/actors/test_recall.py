@@ -276,13 +276,12 @@ def test_what_is_faster_to_compute_is_computed(
     one.right(tokens)
     one.kept()
     other.right(prompt(PAGE - BLOCK, "measured"), 40)
+    other.kept()  # what is written behind this, or behind an earlier test, is not counted below
     other.counted()
     assert other.link.meter.measured
     other.tier.recall._ladder = Ladder({"tier": (10.0, 1e-9)})
     assert other.right(tokens) == len(tokens) + 3
-    counted = other.counted()
-    assert counted["slower"] == 1
-    assert not {"hits", "loaded_tokens", "loaded_bytes"} & set(counted)
+    assert other.counted() == {"slower": 1}
 
 
 def test_requests_that_are_aborted_at_any_moment_leave_nothing(one: Tiered, other: Tiered) -> None:

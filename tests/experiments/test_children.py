@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.network import free_ports
 from experiments.children import ChildError, child
 
 # A child with a grandchild in a session of its own, both deaf to SIGTERM; "here" says that both run.
@@ -71,3 +72,28 @@ def test_files_are_there_from_the_start() -> None:
         running.process.wait(30)
         running.check()
         assert running.tail() == "  a question"
+
+
+SERVER = """
+import http.server, sys, time
+time.sleep(float(sys.argv[2]))
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+def test_a_server_is_waited_for_and_what_it_said_is_told_if_it_does_not_come() -> None:
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    with child("late", ["{folder}/server.py", str(port), "0.5"], {}, {"server.py": SERVER}) as late:
+        with pytest.raises(ChildError, match=r"late does not serve after 0 s:\n.*nothing was printed"):
+            late.serves(url, 0.0)
+        assert late.serves(url, 30.0) >= 0
+    with (
+        child("broken", ["{folder}/server.py", "x", "0"], {}, {"server.py": SERVER}) as broken,
+        pytest.raises(ChildError, match=r"broken ended with exit code 1:\n[^$]*ValueError"),
+    ):
+        broken.serves(url, 30.0)
